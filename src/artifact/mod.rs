@@ -1,0 +1,1 @@
+//! The quantized directory: reading weights from it or from an original, and writing it.

@@ -1,0 +1,1 @@
+//! A Hugging Face checkpoint directory: config, shard index, mapped safetensors.

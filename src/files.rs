@@ -1,0 +1,1 @@
+//! The only code that creates, renames or removes files.

@@ -1,0 +1,1 @@
+//! Precision profiles, hardware profiles and expert usage, as data and pure functions.

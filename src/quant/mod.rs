@@ -1,0 +1,1 @@
+//! What bits mean and how they are chosen: mathematics on rows and columns.

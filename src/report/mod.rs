@@ -1,0 +1,1 @@
+//! Tables, JSON, progress: the only module that prints.
