@@ -1,1 +1,3 @@
 //! The quantized directory: reading weights from it or from an original, and writing it.
+
+pub mod weights;

@@ -1,1 +1,61 @@
-//! What the user typed.
+//! What the user typed, before anything is opened. One file a subcommand; only this module names clap.
+
+mod inspect;
+mod logits;
+mod quantize;
+mod run;
+mod verify;
+
+pub use inspect::InspectArgs;
+pub use logits::LogitsArgs;
+pub use quantize::QuantizeArgs;
+pub use run::RunArgs;
+pub use verify::VerifyArgs;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Quantize, measure, profile and run Mixture-of-Experts language models on your own hardware.
+#[derive(Debug, Parser)]
+#[command(name = "moe", version, propagate_version = true, max_term_width = 110)]
+#[command(after_help = "Exit codes: 0 done, 1 bad input or usage, 2 failure, 3 done but a threshold was crossed.")]
+pub struct Cli {
+    /// Print one JSON object instead of tables.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// No progress and no notes.
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// Worker threads (default: all cores).
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<usize>,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Show what a model is made of, and its size under each precision profile.
+    Inspect(InspectArgs),
+    /// Write a mixed-precision artifact of a 16-bit checkpoint.
+    Quantize(QuantizeArgs),
+    /// Generate text.
+    Run(RunArgs),
+    /// Write logits, hidden states and router outputs for given token ids.
+    Logits(LogitsArgs),
+    /// Check an artifact: names, shapes, scales, checksums.
+    Verify(VerifyArgs),
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// A GPU if one is usable, else the processor.
+    #[default]
+    Auto,
+    /// The processor.
+    Cpu,
+    /// A CUDA GPU, or fail.
+    Cuda,
+}

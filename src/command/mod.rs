@@ -1,1 +1,84 @@
-//! One file a subcommand: resolve, preflight, work, report.
+//! One file a subcommand: resolve what was typed, preflight, work, report.
+
+mod logits;
+
+use crate::artifact::weights::WeightsError;
+use crate::checkpoint::CheckpointError;
+use crate::cli::{Cli, Command};
+use crate::engine::EngineError;
+use crate::files::FileError;
+use crate::model::config::ConfigError;
+use crate::report::Out;
+use anyhow::Result;
+
+/// How a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Done = 0,
+    /// The input or the usage is wrong; nothing was written.
+    BadInput = 1,
+    /// Something failed on the way.
+    Failure = 2,
+    /// Done, but a threshold was crossed.
+    Crossed = 3,
+}
+
+/// An error in what the user gave, with its cure.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub struct UserError {
+    message: String,
+    hint: Option<String>,
+}
+
+impl UserError {
+    /// An error without advice.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), hint: None }
+    }
+
+    /// Adds the cure.
+    pub fn hint(self, hint: impl Into<String>) -> Self {
+        Self { hint: Some(hint.into()), ..self }
+    }
+}
+
+/// Runs a parsed command line.
+pub fn dispatch(cli: Cli) -> Result<Status> {
+    let out = Out { json: cli.json, quiet: cli.quiet };
+    if let Some(n) = cli.threads {
+        if n == 0 {
+            return Err(UserError::new("`--threads` is 0, expected at least 1").into());
+        }
+        rayon::ThreadPoolBuilder::new().num_threads(n).build_global()?;
+    }
+    match cli.command {
+        Command::Logits(args) => logits::logits(&args, out),
+        _ => anyhow::bail!("not built yet"),
+    }
+}
+
+macro_rules! first_of {
+    ($error:expr, $($kind:ty),+) => {
+        $error.chain().find_map(|e| { $(if let Some(e) = e.downcast_ref::<$kind>() { return Some(e.hint()); })+ None })
+    };
+}
+
+/// The cure for an error, if the error knows one.
+pub fn hint(error: &anyhow::Error) -> Option<String> {
+    if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
+        return user.hint.clone();
+    }
+    first_of!(error, WeightsError, CheckpointError, ConfigError, FileError).flatten()
+}
+
+/// The exit code of an error: wrong input, or a failure on the way.
+pub fn exit_status(error: &anyhow::Error) -> Status {
+    let bad = error.chain().any(|e| {
+        e.is::<UserError>() || e.is::<WeightsError>() || e.is::<CheckpointError>() || e.is::<ConfigError>() || e.is::<EngineError>()
+    });
+    let file = error.chain().find_map(|e| e.downcast_ref::<FileError>()).map(FileError::is_bad_input);
+    if bad || file == Some(true) { Status::BadInput } else { Status::Failure }
+}

@@ -1,0 +1,463 @@
+//! The one way to read a weight, from an original checkpoint or from an artifact.
+//!
+//! Opening checks names both ways from headers alone: every tensor the spec implies exists with its shape, every tensor in
+//! the files is claimed. Reading is zero-copy: a [`Weight`] borrows the mapped file in the format it is stored in.
+
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::ids::{Part, TensorId};
+use crate::model::config::ConfigError;
+use crate::model::family::{self, Family};
+use crate::model::names::{self, Fused};
+use crate::model::spec::{Ffn, ModelSpec};
+use crate::quant::format::{Bits, Format, Group, Packed};
+use crate::tensor::{Dtype, TensorView};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// Why a directory cannot be read as a model.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    /// The files are not a sound checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The config is not one of a supported model.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Config and tensors disagree; all problems at once.
+    #[error("{}: {} {} not fit `{family}`:\n  {}", dir.display(), problems.len(), if problems.len() == 1 { "tensor does" } else { "tensors do" }, shown(problems))]
+    Tensors {
+        /// The directory.
+        dir: PathBuf,
+        /// `model_type`.
+        family: &'static str,
+        /// One line each.
+        problems: Vec<String>,
+    },
+    /// A quantization this version does not read.
+    #[error("{}: `quantization_config` has {what}, which this version does not read", dir.display())]
+    Quantization {
+        /// The directory.
+        dir: PathBuf,
+        /// What was found.
+        what: String,
+    },
+}
+
+impl WeightsError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            WeightsError::Checkpoint(e) => e.hint(),
+            WeightsError::Config(e) => e.hint(),
+            WeightsError::Tensors { .. } => Some("config.json and the weight files may come from different models".into()),
+            WeightsError::Quantization { .. } => {
+                Some("readable are 16-bit and 32-bit floats, FP8 blocks, and compressed-tensors `pack-quantized` symmetric int4 and int8".into())
+            }
+        }
+    }
+}
+
+fn shown(problems: &[String]) -> String {
+    const MOST: usize = 20;
+    let mut text = problems.iter().take(MOST).cloned().collect::<Vec<_>>().join("\n  ");
+    if problems.len() > MOST {
+        text += &format!("\n  and {} more", problems.len() - MOST);
+    }
+    text
+}
+
+/// How the tensors of one id lie in the files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// A tensor of its own.
+    Plain {
+        /// Its name.
+        name: String,
+    },
+    /// A run of rows of a fused 3-D tensor.
+    Slice {
+        /// Which rows of which tensor.
+        fused: Fused,
+    },
+    /// `weight_packed`, `weight_scale`, `weight_shape` of a module.
+    Packed {
+        /// The module.
+        module: String,
+        /// Width of a code.
+        bits: Bits,
+        /// Columns a scale covers.
+        group: Group,
+    },
+    /// An FP8 tensor with a scale for each block.
+    Fp8 {
+        /// The codes.
+        name: String,
+        /// The scales.
+        scale: String,
+        /// Rows and columns of a block.
+        block: [usize; 2],
+    },
+}
+
+/// A model directory, opened and checked.
+pub struct Weights {
+    checkpoint: Checkpoint,
+    family: &'static Family,
+    spec: ModelSpec,
+    stored: HashMap<TensorId, Stored>,
+    order: Vec<(TensorId, Vec<usize>)>,
+    side: Vec<String>,
+}
+
+/// One weight in the format it is stored in; vectors have one row.
+#[derive(Clone, Debug)]
+pub struct Weight<'a> {
+    /// Rows, `out`.
+    pub rows: usize,
+    /// Columns, `in`.
+    pub cols: usize,
+    /// The stored bits.
+    pub data: Data<'a>,
+}
+
+/// Stored bits of a weight.
+#[derive(Clone, Debug)]
+pub enum Data<'a> {
+    /// Plain floats, row-major.
+    Plain {
+        /// Element type.
+        dtype: Dtype,
+        /// `rows * cols` elements.
+        bytes: &'a [u8],
+    },
+    /// Packed integers with scales.
+    Packed(Packed<'a>),
+    /// FP8 with block scales.
+    Fp8 {
+        /// `[rows, cols]` codes.
+        codes: TensorView<'a>,
+        /// Block scales.
+        scale: TensorView<'a>,
+        /// Rows and columns of a block.
+        block: [usize; 2],
+    },
+}
+
+impl Weight<'_> {
+    /// Decodes rows `first ..` into `dst`, `[n, cols]` row-major.
+    pub fn decode_rows(&self, dst: &mut [f32], first: usize) -> Result<(), CheckpointError> {
+        let n = dst.len() / self.cols.max(1);
+        match &self.data {
+            Data::Plain { dtype, bytes } => {
+                let row_bytes = dtype.bytes(self.cols);
+                crate::tensor::decode(dst, *dtype, &bytes[first * row_bytes..(first + n) * row_bytes]);
+                Ok(())
+            }
+            Data::Packed(p) => {
+                p.dequantize_rows(dst, first);
+                Ok(())
+            }
+            Data::Fp8 { codes, scale, block } => crate::checkpoint::fp8::dequantize_block(dst, codes, scale, *block, first..first + n),
+        }
+    }
+
+    /// The whole weight as floats, `[rows, cols]`.
+    pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
+        let mut dst = vec![0.0; self.rows * self.cols];
+        self.decode_rows(&mut dst, 0)?;
+        Ok(dst)
+    }
+
+    /// Bytes that reading the whole weight moves.
+    pub fn stored_bytes(&self) -> usize {
+        match &self.data {
+            Data::Plain { bytes, .. } => bytes.len(),
+            Data::Packed(p) => p.words.len() + p.scales.len(),
+            Data::Fp8 { codes, scale, .. } => codes.bytes.len() + scale.bytes.len(),
+        }
+    }
+}
+
+impl Weights {
+    /// Opens a checkpoint or artifact directory. Reads headers only.
+    pub fn open(dir: &Path) -> Result<Self, WeightsError> {
+        Self::from_checkpoint(Checkpoint::open(dir)?)
+    }
+
+    /// Checks an opened checkpoint against its config.
+    pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Self, WeightsError> {
+        let (family, spec) = family::read(checkpoint.config())?;
+        let block = quantization(&checkpoint)?;
+        let order = names::tensors(&spec);
+        let mut finder = Finder { checkpoint: &checkpoint, claimed: HashSet::new(), problems: Vec::new(), block };
+        let mut stored = HashMap::with_capacity(order.len());
+        for (id, shape) in &order {
+            if let Some(found) = finder.find(*id, shape, family, &spec) {
+                stored.insert(*id, found);
+            }
+        }
+        let Finder { claimed, mut problems, .. } = finder;
+        let mut side = Vec::new();
+        for name in checkpoint.names().filter(|n| !claimed.contains(*n)) {
+            let twin_of_embedding = spec.tied && name == "lm_head.weight";
+            if twin_of_embedding || family.names.is_side_tensor(name, spec.layers.len()) {
+                side.push(name.to_string());
+            } else {
+                problems.push(format!("`{name}` {} is not part of this model", shape_of(&checkpoint, name)));
+            }
+        }
+        if problems.is_empty() {
+            Ok(Self { family, spec, stored, order, side, checkpoint })
+        } else {
+            Err(WeightsError::Tensors { dir: checkpoint.dir().to_path_buf(), family: family.model_type, problems })
+        }
+    }
+
+    /// The files below.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// The family's row.
+    pub fn family(&self) -> &'static Family {
+        self.family
+    }
+
+    /// What the model is.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// Every tensor of the model with its shape, in order of computation.
+    pub fn tensors(&self) -> &[(TensorId, Vec<usize>)] {
+        &self.order
+    }
+
+    /// Tensors in the files that the forward pass does not use.
+    pub fn side_tensors(&self) -> &[String] {
+        &self.side
+    }
+
+    /// How an id is stored.
+    pub fn stored(&self, id: TensorId) -> Option<&Stored> {
+        self.stored.get(&id)
+    }
+
+    /// The names of the tensors in the files that hold an id.
+    pub fn file_tensors(&self, id: TensorId) -> Vec<String> {
+        match self.stored.get(&id) {
+            None => Vec::new(),
+            Some(Stored::Plain { name }) => vec![name.clone()],
+            Some(Stored::Slice { fused }) => vec![fused.tensor.clone()],
+            Some(Stored::Packed { module, .. }) => ["packed", "scale", "shape"].map(|s| format!("{module}.weight_{s}")).to_vec(),
+            Some(Stored::Fp8 { name, scale, .. }) => vec![name.clone(), scale.clone()],
+        }
+    }
+
+    /// Format an id is stored in; plain and FP8 floats count as [`Format::Source`].
+    pub fn format(&self, id: TensorId) -> Option<Format> {
+        self.stored.get(&id).map(|s| match s {
+            Stored::Packed { bits, group, .. } => Format::Int { bits: *bits, group: *group },
+            _ => Format::Source,
+        })
+    }
+
+    /// Element type of an id's tensor in the files, the packed words' for quantized ones.
+    pub fn dtype(&self, id: TensorId) -> Option<Dtype> {
+        let name = self.file_tensors(id).into_iter().next()?;
+        self.checkpoint.entry(&name).map(|e| e.dtype)
+    }
+
+    /// Reads a weight; `None` if the model has no such tensor.
+    pub fn get(&self, id: TensorId) -> Option<Weight<'_>> {
+        let tensor = |name: &str| self.checkpoint.tensor(name);
+        let weight = match self.stored.get(&id)? {
+            Stored::Plain { name } => {
+                let t = tensor(name)?;
+                let cols = t.shape.last().copied().unwrap_or(1);
+                let rows = t.len() / cols.max(1);
+                Weight { rows, cols, data: Data::Plain { dtype: t.dtype, bytes: t.bytes } }
+            }
+            Stored::Slice { fused } => {
+                let t = tensor(&fused.tensor)?;
+                let cols = fused.shape[2];
+                let row_bytes = t.dtype.bytes(cols);
+                let bytes = &t.bytes[fused.first_row * row_bytes..(fused.first_row + fused.rows) * row_bytes];
+                Weight { rows: fused.rows, cols, data: Data::Plain { dtype: t.dtype, bytes } }
+            }
+            Stored::Packed { module, bits, group } => {
+                let (words, scales) = (tensor(&format!("{module}.weight_packed"))?, tensor(&format!("{module}.weight_scale"))?);
+                let (rows, cols) = self.matrix(id)?;
+                let group = match group {
+                    Group::Of(n) => *n,
+                    Group::Channel => cols,
+                };
+                let packed =
+                    Packed { bits: *bits, group, rows, cols, words: words.bytes, scales: scales.bytes, scale_dtype: scales.dtype };
+                Weight { rows, cols, data: Data::Packed(packed) }
+            }
+            Stored::Fp8 { name, scale, block } => {
+                let (codes, scale) = (tensor(name)?, tensor(scale)?);
+                let (rows, cols) = self.matrix(id)?;
+                Weight { rows, cols, data: Data::Fp8 { codes, scale, block: *block } }
+            }
+        };
+        Some(weight)
+    }
+
+    fn matrix(&self, id: TensorId) -> Option<(usize, usize)> {
+        let name = match self.stored.get(&id)? {
+            Stored::Packed { module, .. } => format!("{module}.weight_packed"),
+            Stored::Fp8 { name, .. } => name.clone(),
+            _ => return None,
+        };
+        let shape = &self.checkpoint.entry(&name)?.shape;
+        let cols = match self.stored.get(&id)? {
+            Stored::Packed { bits, .. } => shape[1] * 32 / bits.count(),
+            _ => shape[1],
+        };
+        Some((shape[0], cols))
+    }
+
+    /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.
+    pub fn release<'a>(&self, ids: impl IntoIterator<Item = &'a TensorId>) {
+        for name in ids.into_iter().flat_map(|&id| self.file_tensors(id)) {
+            self.checkpoint.release(&name);
+        }
+    }
+}
+
+fn shape_of(checkpoint: &Checkpoint, name: &str) -> String {
+    checkpoint.entry(name).map_or_else(String::new, |e| format!("{:?}", e.shape))
+}
+
+/// Accepts absent, compressed-tensors and FP8 block quantization; returns the FP8 block.
+fn quantization(checkpoint: &Checkpoint) -> Result<[usize; 2], WeightsError> {
+    let block = [128, 128];
+    let Some(config) = checkpoint.config().get("quantization_config").filter(|v| !v.is_null()) else { return Ok(block) };
+    let refuse = |what: String| Err(WeightsError::Quantization { dir: checkpoint.dir().to_path_buf(), what });
+    match config.get("quant_method").and_then(|v| v.as_str()) {
+        Some("compressed-tensors") => {
+            let groups = config.get("config_groups").and_then(|v| v.as_object());
+            for (name, group) in groups.into_iter().flatten() {
+                let weights = group.get("weights").cloned().unwrap_or_default();
+                let symmetric = weights.get("symmetric").and_then(|v| v.as_bool()).unwrap_or(true);
+                let int = weights.get("type").and_then(|v| v.as_str()).unwrap_or("int") == "int";
+                let bits = weights.get("num_bits").and_then(|v| v.as_u64());
+                if !(symmetric && int && matches!(bits, Some(4 | 8))) {
+                    return refuse(format!("group `{name}` = {weights}"));
+                }
+            }
+            Ok(block)
+        }
+        Some("fp8") => match config.get("weight_block_size") {
+            None => Ok(block),
+            Some(v) => match v.as_array().map(|a| a.iter().filter_map(|x| x.as_u64()).collect::<Vec<_>>()).as_deref() {
+                Some(&[r, c]) if r > 0 && c > 0 => Ok([r as usize, c as usize]),
+                _ => refuse(format!("`weight_block_size` = {v}")),
+            },
+        },
+        other => refuse(format!("`quant_method` = {}", other.unwrap_or("nothing"))),
+    }
+}
+
+struct Finder<'a> {
+    checkpoint: &'a Checkpoint,
+    claimed: HashSet<String>,
+    problems: Vec<String>,
+    block: [usize; 2],
+}
+
+impl Finder<'_> {
+    fn find(&mut self, id: TensorId, shape: &[usize], family: &Family, spec: &ModelSpec) -> Option<Stored> {
+        let name = family.names.tensor(id);
+        let module = family.names.module(id);
+        let packed = format!("{module}.weight_packed");
+        if id.part == Part::Weight && self.checkpoint.entry(&packed).is_some() {
+            if self.checkpoint.entry(&name).is_some() {
+                self.problems.push(format!("`{module}` has both `weight` and `weight_packed`"));
+            }
+            return self.packed(module, shape);
+        }
+        if let Some(entry) = self.checkpoint.entry(&name) {
+            let (dtype, found) = (entry.dtype, entry.shape.clone());
+            self.claimed.insert(name.clone());
+            if found != shape {
+                self.problems.push(format!("`{name}` has shape {found:?}, expected {shape:?}"));
+                return None;
+            }
+            if dtype == Dtype::F8E4M3 {
+                return self.fp8(name, module);
+            }
+            return self.plain(dtype, name.clone(), Stored::Plain { name });
+        }
+        if let Some(fused) = self.experts(id, spec).and_then(|e| family.names.fused(id, shape, e))
+            && let Some(entry) = self.checkpoint.entry(&fused.tensor)
+        {
+            let (dtype, found) = (entry.dtype, entry.shape.clone());
+            if self.claimed.insert(fused.tensor.clone()) && found != fused.shape {
+                self.problems.push(format!("`{}` has shape {found:?}, expected {:?}", fused.tensor, fused.shape));
+            }
+            return if found == fused.shape { self.plain(dtype, fused.tensor.clone(), Stored::Slice { fused }) } else { None };
+        }
+        self.problems.push(format!("`{name}` {shape:?} is missing ({id})"));
+        None
+    }
+
+    fn experts(&self, id: TensorId, spec: &ModelSpec) -> Option<usize> {
+        match &spec.layers.get(id.layer?.0 as usize)?.ffn {
+            Ffn::Moe(m) => Some(m.router.experts),
+            Ffn::Dense { .. } => None,
+        }
+    }
+
+    fn plain(&mut self, dtype: Dtype, name: String, stored: Stored) -> Option<Stored> {
+        if dtype.is_float() {
+            return Some(stored);
+        }
+        self.problems.push(format!("`{name}` has type {dtype}, expected F32, F16, BF16 or F8_E4M3 with scales"));
+        None
+    }
+
+    fn fp8(&mut self, name: String, module: String) -> Option<Stored> {
+        let scale = ["weight_scale_inv", "weight_scale", "scale"].map(|s| format!("{module}.{s}"));
+        let Some(scale) = scale.into_iter().find(|s| self.checkpoint.entry(s).is_some()) else {
+            self.problems.push(format!("`{name}` is F8_E4M3 but `{module}.weight_scale_inv` is missing"));
+            return None;
+        };
+        self.claimed.insert(scale.clone());
+        Some(Stored::Fp8 { name, scale, block: self.block })
+    }
+
+    fn packed(&mut self, module: String, shape: &[usize]) -> Option<Stored> {
+        let names: BTreeMap<&str, String> = ["packed", "scale", "shape"].map(|s| (s, format!("{module}.weight_{s}"))).into();
+        let entries: BTreeMap<&str, (Dtype, Vec<usize>)> = names
+            .iter()
+            .filter_map(|(&s, n)| self.checkpoint.entry(n).map(|e| (s, (e.dtype, e.shape.clone()))))
+            .collect();
+        self.claimed.extend(names.values().cloned());
+        for (s, n) in names.iter().filter(|(s, _)| !entries.contains_key(*s)) {
+            self.problems.push(format!("`{n}` is missing beside `{module}.weight_{}`", if *s == "packed" { "scale" } else { "packed" }));
+        }
+        let ((packed_type, words), (scale_type, scales)) = (entries.get("packed")?, entries.get("scale")?);
+        let &[rows, cols] = shape else { return None };
+        let bits = [Bits::Four, Bits::Eight].into_iter().find(|b| words[..] == [rows, (cols * b.count()).div_ceil(32)]);
+        let group = match scales[..] {
+            [r, 1] if r == rows => Some(Group::Channel),
+            [r, n] if r == rows && n > 0 && cols.is_multiple_of(n) => Some(Group::Of(cols / n)),
+            _ => None,
+        };
+        let whole_words = bits.is_some_and(|b| (cols * b.count()).is_multiple_of(32));
+        match (bits, group) {
+            (Some(bits), Some(group)) if *packed_type == Dtype::I32 && scale_type.is_float() && whole_words => {
+                Some(Stored::Packed { module, bits, group })
+            }
+            _ => {
+                self.problems.push(format!(
+                    "`{module}` has packed {packed_type} {words:?} and scales {scale_type} {scales:?}, which are no int4 or int8 form of {shape:?}"
+                ));
+                None
+            }
+        }
+    }
+}

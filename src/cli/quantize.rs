@@ -1,0 +1,35 @@
+//! `moe quantize`.
+
+use clap::Args;
+use std::path::PathBuf;
+
+/// Write a mixed-precision artifact of a 16-bit checkpoint.
+#[derive(Debug, Args)]
+pub struct QuantizeArgs {
+    /// Checkpoint directory.
+    pub model: PathBuf,
+    /// Directory to create.
+    #[arg(long, short, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Precision profile: mixed, compact, speq, fast, int8, or a TOML file.
+    #[arg(long, default_value = "mixed", value_name = "NAME")]
+    pub profile: String,
+    /// Override the format of tensors by canonical id, e.g. 'layers.*.attn.o=int8:g64'; repeatable, first match wins.
+    #[arg(long, value_name = "PATTERN=FORMAT")]
+    pub set: Vec<String>,
+    /// How codes and scales are chosen: search, or absmax (bit-equal to compressed-tensors).
+    #[arg(long, default_value = "search", value_name = "METHOD")]
+    pub method: String,
+    /// Group size of every grouped format of the profile: 32, 64 or 128.
+    #[arg(long, value_name = "N")]
+    pub group_size: Option<usize>,
+    /// Only positive scales, for readers that refuse negative ones.
+    #[arg(long)]
+    pub positive_scales: bool,
+    /// Print the plan and every problem; write nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Replace an existing artifact.
+    #[arg(long)]
+    pub force: bool,
+}

@@ -1,0 +1,58 @@
+//! The routed experts of a layer: tokens grouped by expert, each expert's three products, weighted sum in order of rank.
+
+use super::linear::transposed;
+use super::{Routed, required, silu};
+use crate::artifact::weights::Weights;
+use crate::checkpoint::CheckpointError;
+use crate::ids::{ExpertId, LayerId, Role, TensorId};
+use rayon::prelude::*;
+
+/// `dst[T, D] = sum over k of gate * down(silu(gate x) * up x)`.
+pub(super) fn experts(
+    dst: &mut [f32],
+    src: &[f32],
+    routed: &Routed,
+    weights: &Weights,
+    layer: LayerId,
+    width: usize,
+) -> Result<(), CheckpointError> {
+    let d = weights.spec().width;
+    let top_k = routed.top_k;
+    let num_experts = routed.logits.len() * top_k / routed.experts.len().max(1);
+    let mut visits: Vec<Vec<usize>> = vec![Vec::new(); num_experts];
+    for (i, &e) in routed.experts.iter().enumerate() {
+        visits[e as usize].push(i);
+    }
+    let busy: Vec<(usize, Vec<usize>)> = visits.into_iter().enumerate().filter(|(_, v)| !v.is_empty()).collect();
+    let outputs: Vec<Vec<f32>> = busy
+        .par_iter()
+        .map(|(e, visits)| {
+            let id = |role| TensorId::expert(layer, ExpertId(*e as u32), role);
+            let x: Vec<f32> = visits.iter().flat_map(|&i| src[i / top_k * d..(i / top_k + 1) * d].iter().copied()).collect();
+            let n = visits.len();
+            let (mut gate, mut up) = (vec![0.0; width * n], vec![0.0; width * n]);
+            transposed(&mut gate, &x, &required(weights, id(Role::ExpertGate)))?;
+            transposed(&mut up, &x, &required(weights, id(Role::ExpertUp)))?;
+            let mut inner = vec![0.0; n * width];
+            for (t, row) in inner.chunks_exact_mut(width).enumerate() {
+                row.iter_mut().enumerate().for_each(|(f, v)| *v = silu(gate[f * n + t]) * up[f * n + t]);
+            }
+            let mut out = vec![0.0; d * n];
+            transposed(&mut out, &inner, &required(weights, id(Role::ExpertDown)))?;
+            Ok(out)
+        })
+        .collect::<Result<_, CheckpointError>>()?;
+    let mut place = vec![(0, 0); routed.experts.len()];
+    for (b, (_, visits)) in busy.iter().enumerate() {
+        visits.iter().enumerate().for_each(|(column, &i)| place[i] = (b, column));
+    }
+    dst.par_chunks_exact_mut(d).enumerate().for_each(|(t, row)| {
+        row.fill(0.0);
+        for i in t * top_k..(t + 1) * top_k {
+            let (b, column) = place[i];
+            let (n, gate) = (busy[b].1.len(), routed.gates[i]);
+            row.iter_mut().zip(outputs[b][column..].iter().step_by(n)).for_each(|(x, y)| *x += gate * y);
+        }
+    });
+    Ok(())
+}
