@@ -1,7 +1,6 @@
 //! `moe logits`: exact outputs for comparison with any other engine.
 
-use super::{Status, UserError};
-use crate::artifact::weights::Weights;
+use super::{Status, UserError, open_model};
 use crate::cli::LogitsArgs;
 use crate::engine::{Batch, Event, Rows, cpu};
 use crate::files;
@@ -11,7 +10,6 @@ use crate::report::Out;
 use anyhow::{Context, Result};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Outputs of one pass, each `[B * T, width]`.
 #[derive(Debug, Default)]
@@ -23,8 +21,8 @@ pub struct Outputs {
 /// Runs the command.
 pub fn logits(args: &LogitsArgs, out: Out) -> Result<Status> {
     let (ids, [num_seq, num_tok]) = read_ids(&args.ids)?;
-    let weights = Arc::new(Weights::open(&args.model)?);
-    let mut engine = cpu::Engine::new(Arc::clone(&weights));
+    let weights = open_model(&args.model, args.device)?;
+    let mut engine = cpu::Engine::new(weights);
     let outputs = compute(&mut engine, &ids, num_tok, args.step, args.hidden, args.routers)?;
     let bytes: BTreeMap<&str, (Vec<usize>, Vec<u8>)> = outputs
         .tensors

@@ -1,15 +1,18 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
-mod logits;
+pub mod logits;
+mod run;
 
-use crate::artifact::weights::WeightsError;
+use crate::artifact::weights::{Weights, WeightsError};
 use crate::checkpoint::CheckpointError;
-use crate::cli::{Cli, Command};
+use crate::cli::{Cli, Command, Device};
 use crate::engine::EngineError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
 use crate::report::Out;
 use anyhow::Result;
+use std::path::Path;
+use std::sync::Arc;
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +59,17 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
     }
     match cli.command {
         Command::Logits(args) => logits::logits(&args, out),
+        Command::Run(args) => run::run(&args, out),
         _ => anyhow::bail!("not built yet"),
     }
+}
+
+/// Opens a model for a device that this build has.
+fn open_model(dir: &Path, device: Device) -> Result<Arc<Weights>> {
+    if device == Device::Cuda {
+        return Err(UserError::new("this build has no CUDA engine").hint("use --device cpu").into());
+    }
+    Ok(Arc::new(Weights::open(dir)?))
 }
 
 macro_rules! first_of {
