@@ -41,6 +41,25 @@ pub enum FileError {
 }
 
 impl FileError {
+    /// Whether the user named a wrong path, rather than an operation failing on a right one.
+    pub fn is_bad_input(&self) -> bool {
+        match self {
+            FileError::Io { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::NotFound
+                    | io::ErrorKind::PermissionDenied
+                    | io::ErrorKind::NotADirectory
+                    | io::ErrorKind::IsADirectory
+            ),
+            FileError::NotMoved { .. } => false,
+            FileError::Exists { .. }
+            | FileError::NotOurs { .. }
+            | FileError::Busy { .. }
+            | FileError::Overlapping { .. }
+            | FileError::NoName { .. } => true,
+        }
+    }
+
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {

@@ -121,7 +121,14 @@ pub fn generate(
     Ok(outcome)
 }
 
-fn pass(engine: &mut cpu::Engine, seq: SeqId, start: usize, tokens: &[u32], rows: Rows, context: usize) -> Result<(), EngineError> {
+fn pass(
+    engine: &mut cpu::Engine,
+    seq: SeqId,
+    start: usize,
+    tokens: &[u32],
+    rows: Rows,
+    context: usize,
+) -> Result<(), EngineError> {
     let mut batch = Batch::default();
     batch.push(seq, start, tokens, rows, context);
     engine.forward(&batch, &mut |_| ())?;

@@ -10,6 +10,8 @@ use crate::engine::EngineError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
 use crate::report::Out;
+use crate::sample::SampleError;
+use crate::text::TextError;
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
@@ -83,13 +85,19 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
         return user.hint.clone();
     }
-    first_of!(error, WeightsError, CheckpointError, ConfigError, FileError).flatten()
+    first_of!(error, WeightsError, CheckpointError, ConfigError, FileError, TextError).flatten()
 }
 
 /// The exit code of an error: wrong input, or a failure on the way.
 pub fn exit_status(error: &anyhow::Error) -> Status {
     let bad = error.chain().any(|e| {
-        e.is::<UserError>() || e.is::<WeightsError>() || e.is::<CheckpointError>() || e.is::<ConfigError>() || e.is::<EngineError>()
+        e.is::<UserError>()
+            || e.is::<WeightsError>()
+            || e.is::<CheckpointError>()
+            || e.is::<ConfigError>()
+            || e.is::<EngineError>()
+            || e.is::<TextError>()
+            || e.is::<SampleError>()
     });
     let file = error.chain().find_map(|e| e.downcast_ref::<FileError>()).map(FileError::is_bad_input);
     if bad || file == Some(true) { Status::BadInput } else { Status::Failure }

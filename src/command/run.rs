@@ -24,7 +24,6 @@ struct Session {
     stop: Vec<String>,
     max_tokens: usize,
     max_positions: usize,
-    keep_special: bool,
     interrupted: Arc<AtomicBool>,
     out: Out,
 }
@@ -60,7 +59,6 @@ pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
         eos,
         stop: args.stop.clone(),
         max_tokens: args.max_tokens,
-        keep_special: args.raw,
         interrupted,
         out,
     };
@@ -68,7 +66,7 @@ pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
 }
 
 fn sampler(args: &RunArgs, defaults: &GenerationConfig, out: Out) -> Result<Sampler> {
-    let default_temperature = if defaults.do_sample { defaults.temperature.unwrap_or(1.0) } else { 0.0 };
+    let default_temperature = if defaults.do_sample == Some(true) { defaults.temperature.unwrap_or(1.0) } else { 0.0 };
     let temperature = args.temperature.unwrap_or(default_temperature);
     let seed = args.seed.unwrap_or_else(|| {
         let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
@@ -90,11 +88,14 @@ fn sampler(args: &RunArgs, defaults: &GenerationConfig, out: Out) -> Result<Samp
 fn complete(session: &mut Session, args: &RunArgs) -> Result<Status> {
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
-        (None, Some(path)) => String::from_utf8(files::read(path)?)
-            .map_err(|e| UserError::new(format!("`{}` is not UTF-8: invalid byte at {}", path.display(), e.utf8_error().valid_up_to())))?,
+        (None, Some(path)) => String::from_utf8(files::read(path)?).map_err(|e| {
+            UserError::new(format!("`{}` is not UTF-8: invalid byte at {}", path.display(), e.utf8_error().valid_up_to()))
+        })?,
         (None, None) => {
             if std::io::stdin().is_terminal() {
-                return Err(UserError::new("no prompt given").hint("use -p TEXT, --prompt-file FILE, --chat, or pipe text in").into());
+                return Err(UserError::new("no prompt given")
+                    .hint("use -p TEXT, --prompt-file FILE, --chat, or pipe text in")
+                    .into());
             }
             let mut bytes = Vec::new();
             std::io::stdin().read_to_end(&mut bytes)?;
@@ -173,8 +174,8 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
     }
     let context = session.max_positions.min(history.len() + session.max_tokens);
     let limits = Limits { max_tokens: session.max_tokens, eos, context };
-    let mut stream = tokenizer.stream(history, session.keep_special);
-    let mut stops = StopStrings::new(stop);
+    let mut stream = tokenizer.stream(history);
+    let mut stops = StopStrings::new(stop.clone());
     let mut text = String::new();
     let mut failed = None;
     let emit = |piece: &str, text: &mut String| {
