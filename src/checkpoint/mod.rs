@@ -91,9 +91,6 @@ impl Checkpoint {
                 }
             }
         }
-        if let Some(index) = &layout.index {
-            index.check(&layout.shards, &entries)?;
-        }
         let roots: BTreeSet<&str> = entries.keys().map(|name| root(name)).collect();
         for name in &layout.beside {
             let path = dir.join(name);
@@ -105,6 +102,9 @@ impl Checkpoint {
                 let beside = if layout.index.is_some() { layout::INDEX } else { &layout.shards[0] }.to_owned();
                 return Err(CheckpointError::StrayFile { path, beside });
             }
+        }
+        if let Some(index) = &layout.index {
+            index.check(&layout.shards, &entries)?;
         }
         Ok(Checkpoint { dir, config, config_bytes, shards, entries })
     }
