@@ -260,7 +260,8 @@ impl<'a> ConfigReader<'a> {
         let keys: Vec<String> = self
             .map
             .iter()
-            .filter(|(k, v)| !v.is_null() && !read.contains(*k) && !(self.prefix.is_empty() && IGNORABLE.contains(&k.as_str())))
+            .filter(|(k, v)| !v.is_null() && !read.contains(*k))
+            .filter(|(k, _)| !self.prefix.is_empty() || !IGNORABLE.contains(&k.as_str()))
             .map(|(k, v)| {
                 let value = v.to_string();
                 let shown: String = value.chars().take(40).collect();

@@ -217,9 +217,7 @@ fn errors(x: &[f32], scale: f32, half: f32) -> (f32, f32) {
     let chunks = x.chunks_exact(LANES);
     chunks.remainder().iter().enumerate().for_each(|(i, &v)| one(i, v));
     for chunk in chunks {
-        for i in 0..LANES {
-            one(i, chunk[i]);
-        }
+        chunk.iter().enumerate().for_each(|(i, &v)| one(i, v));
     }
     (pos.iter().sum(), neg.iter().sum())
 }
@@ -240,9 +238,7 @@ fn weighted_errors(x: &[f32], energy: &[f32], scale: f32, half: f32) -> (f32, f3
     let (chunks, weights) = (x.chunks_exact(LANES), energy.chunks_exact(LANES));
     chunks.remainder().iter().zip(weights.remainder()).enumerate().for_each(|(i, (&v, &w))| one(i, v, w));
     for (chunk, weight) in chunks.zip(weights) {
-        for i in 0..LANES {
-            one(i, chunk[i], weight[i]);
-        }
+        chunk.iter().zip(weight).enumerate().for_each(|(i, (&v, &w))| one(i, v, w));
     }
     (pos.iter().sum(), neg.iter().sum())
 }

@@ -87,9 +87,8 @@ impl Engine {
 
     /// Tokens of a sequence in the cache.
     pub fn cached(&self, seq: SeqId) -> usize {
-        let Some(layers) = self.caches.get(&seq) else { return 0 };
-        let Some(first) = layers.first() else { return 0 };
-        first.k.len() / self.plan.widths[Slot::K as usize].max(1)
+        let most = self.caches.get(&seq).into_iter().flatten().map(|c| c.k.len()).max().unwrap_or(0);
+        most / self.plan.widths[Slot::K as usize].max(1)
     }
 
     /// A buffer as the last step left it, `[T, width]`; [`Slot::Logits`] is `[rows asked for, V]`.
