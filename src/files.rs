@@ -61,6 +61,18 @@ impl FileError {
         };
         Some(hint.to_owned())
     }
+
+    /// Whether what the user named is at fault, rather than a full disk or a failing device.
+    pub fn is_bad_input(&self) -> bool {
+        use io::ErrorKind::*;
+        match self {
+            FileError::Io { source, .. } => {
+                matches!(source.kind(), NotFound | PermissionDenied | NotADirectory | IsADirectory | AlreadyExists | ReadOnlyFilesystem)
+            }
+            FileError::NotMoved { .. } => false,
+            _ => true,
+        }
+    }
 }
 
 /// What to do with a directory that already stands at the final place.
