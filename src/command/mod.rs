@@ -1,13 +1,19 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
+mod inspect;
 mod logits;
+mod quantize;
+mod verify;
 
+use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::WeightsError;
+use crate::artifact::writer::ArtifactError;
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command};
 use crate::engine::EngineError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
+use crate::profile::precision::PrecisionError;
 use crate::report::Out;
 use anyhow::Result;
 
@@ -56,7 +62,10 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
     }
     match cli.command {
         Command::Logits(args) => logits::logits(&args, out),
-        _ => anyhow::bail!("not built yet"),
+        Command::Inspect(args) => inspect::inspect(&args, out),
+        Command::Quantize(args) => quantize::quantize(&args, out),
+        Command::Verify(args) => verify::verify(&args, out),
+        Command::Run(_) => anyhow::bail!("not built yet"),
     }
 }
 
@@ -71,13 +80,20 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
         return user.hint.clone();
     }
-    first_of!(error, WeightsError, CheckpointError, ConfigError, FileError).flatten()
+    first_of!(error, WeightsError, ArtifactError, ManifestError, PrecisionError, CheckpointError, ConfigError, FileError).flatten()
 }
 
 /// The exit code of an error: wrong input, or a failure on the way.
 pub fn exit_status(error: &anyhow::Error) -> Status {
     let bad = error.chain().any(|e| {
-        e.is::<UserError>() || e.is::<WeightsError>() || e.is::<CheckpointError>() || e.is::<ConfigError>() || e.is::<EngineError>()
+        e.is::<UserError>()
+            || e.is::<WeightsError>()
+            || e.is::<CheckpointError>()
+            || e.is::<ConfigError>()
+            || e.is::<EngineError>()
+            || e.is::<PrecisionError>()
+            || e.downcast_ref::<ArtifactError>().is_some_and(ArtifactError::is_bad_input)
+            || e.downcast_ref::<ManifestError>().is_some_and(|e| !matches!(e, ManifestError::File(_)))
     });
     let file = error.chain().find_map(|e| e.downcast_ref::<FileError>()).map(FileError::is_bad_input);
     if bad || file == Some(true) { Status::BadInput } else { Status::Failure }
