@@ -41,6 +41,25 @@ pub enum FileError {
 }
 
 impl FileError {
+    /// Whether the user named a wrong path, rather than an operation failing on a right one.
+    pub fn is_bad_input(&self) -> bool {
+        match self {
+            FileError::Io { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::NotFound
+                    | io::ErrorKind::PermissionDenied
+                    | io::ErrorKind::NotADirectory
+                    | io::ErrorKind::IsADirectory
+            ),
+            FileError::NotMoved { .. } => false,
+            FileError::Exists { .. }
+            | FileError::NotOurs { .. }
+            | FileError::Busy { .. }
+            | FileError::Overlapping { .. }
+            | FileError::NoName { .. } => true,
+        }
+    }
+
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
@@ -60,18 +79,6 @@ impl FileError {
             FileError::NotMoved { .. } => "move it by hand before the next run clears it",
         };
         Some(hint.to_owned())
-    }
-
-    /// Whether what the user named is at fault, rather than a full disk or a failing device.
-    pub fn is_bad_input(&self) -> bool {
-        use io::ErrorKind::*;
-        match self {
-            FileError::Io { source, .. } => {
-                matches!(source.kind(), NotFound | PermissionDenied | NotADirectory | IsADirectory | AlreadyExists | ReadOnlyFilesystem)
-            }
-            FileError::NotMoved { .. } => false,
-            _ => true,
-        }
     }
 }
 

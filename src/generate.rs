@@ -1,1 +1,136 @@
-//! The loop that turns a prompt into tokens.
+//! The loop that turns a prompt into tokens: prefill in chunks, then decode, sample, stop. Knows ids, not text.
+
+use crate::engine::{Batch, EngineError, Rows, cpu};
+use crate::ids::SeqId;
+use crate::sample::{SampleError, Sampler};
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+/// Prompt tokens of one pass; small enough that an interrupt is noticed soon.
+const PREFILL_CHUNK: usize = 256;
+
+/// Bounds of one generation.
+#[derive(Clone, Debug)]
+pub struct Limits<'a> {
+    /// Most tokens to generate.
+    pub max_tokens: usize,
+    /// Ids that end the text; the ending id is not passed on.
+    pub eos: &'a [u32],
+    /// Length the sequence may reach, tokens; see [`crate::engine::Segment::context`].
+    pub context: usize,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model said so.
+    Eos,
+    /// The caller said so.
+    Stopped,
+    /// As many tokens as were asked for, or as fit.
+    Length,
+}
+
+/// What a generation did.
+#[derive(Clone, Copy, Debug)]
+pub struct Outcome {
+    /// Why it ended.
+    pub finish: Finish,
+    /// Prompt tokens computed, without those already cached.
+    pub prompt_tok: usize,
+    /// Tokens generated, an ending id included.
+    pub generated_tok: usize,
+    /// From the start to the first token.
+    pub first_token: Duration,
+    /// From the first token to the last.
+    pub decode: Duration,
+}
+
+impl Outcome {
+    /// Decoded tokens a second after the first one.
+    pub fn tok_s(&self) -> f64 {
+        (self.generated_tok.saturating_sub(1)) as f64 / self.decode.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Why a generation failed.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerateError {
+    /// The engine failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The sampler failed.
+    #[error(transparent)]
+    Sample(#[from] SampleError),
+    /// Nothing to continue.
+    #[error("the prompt is empty, expected at least one token")]
+    EmptyPrompt,
+}
+
+/// Continues `history` of sequence `seq`, of which the engine has cached a prefix, and appends to it. `on` sees every new
+/// token and may stop; it is also asked with `None` between chunks of the prompt.
+pub fn generate(
+    engine: &mut cpu::Engine,
+    seq: SeqId,
+    history: &mut Vec<u32>,
+    sampler: &mut Sampler,
+    limits: &Limits<'_>,
+    on: &mut dyn FnMut(Option<u32>) -> ControlFlow<()>,
+) -> Result<Outcome, GenerateError> {
+    let start = Instant::now();
+    let cached = engine.cached(seq);
+    if history.len() <= cached {
+        return Err(GenerateError::EmptyPrompt);
+    }
+    let mut outcome = Outcome {
+        finish: Finish::Length,
+        prompt_tok: history.len() - cached,
+        generated_tok: 0,
+        first_token: Duration::ZERO,
+        decode: Duration::ZERO,
+    };
+    let mut at = cached;
+    while history.len() - at > PREFILL_CHUNK {
+        pass(engine, seq, at, &history[at..at + PREFILL_CHUNK], Rows::None, limits.context)?;
+        at += PREFILL_CHUNK;
+        if on(None).is_break() {
+            return Ok(Outcome { finish: Finish::Stopped, ..outcome });
+        }
+    }
+    let most = limits.max_tokens.min(limits.context.saturating_sub(history.len()));
+    while outcome.generated_tok < most {
+        pass(engine, seq, at, &history[at..], Rows::Last, limits.context)?;
+        at = history.len();
+        let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits), history)?;
+        outcome.generated_tok += 1;
+        match outcome.generated_tok {
+            1 => outcome.first_token = start.elapsed(),
+            _ => outcome.decode = start.elapsed() - outcome.first_token,
+        }
+        if limits.eos.contains(&token) {
+            history.push(token);
+            outcome.finish = Finish::Eos;
+            break;
+        }
+        history.push(token);
+        if on(Some(token)).is_break() {
+            outcome.finish = Finish::Stopped;
+            break;
+        }
+    }
+    Ok(outcome)
+}
+
+fn pass(
+    engine: &mut cpu::Engine,
+    seq: SeqId,
+    start: usize,
+    tokens: &[u32],
+    rows: Rows,
+    context: usize,
+) -> Result<(), EngineError> {
+    let mut batch = Batch::default();
+    batch.push(seq, start, tokens, rows, context);
+    engine.forward(&batch, &mut |_| ())?;
+    Ok(())
+}

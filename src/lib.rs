@@ -7,6 +7,8 @@
 //! key/value heads, `Dh` head width, `E` experts, `K` experts a token, `F` expert width, `V` vocabulary, `G` group;
 //! for latent attention `Rq`, `Rkv` ranks and `Dn`, `Dr`, `Dv` head parts. Matrices are row-major `[out, in]`.
 #![deny(missing_docs)]
+#![warn(clippy::print_stdout, clippy::print_stderr)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 pub mod artifact;
 pub mod checkpoint;

@@ -118,9 +118,15 @@ impl TensorView<'_> {
 /// If `dtype` is not a plain float or `src` is shorter than `dst` needs.
 pub fn decode(dst: &mut [f32], dtype: Dtype, src: &[u8]) {
     match dtype {
-        Dtype::F32 => dst.iter_mut().zip(src.chunks_exact(4)).for_each(|(d, s)| *d = f32::from_le_bytes([s[0], s[1], s[2], s[3]])),
-        Dtype::BF16 => dst.iter_mut().zip(src.chunks_exact(2)).for_each(|(d, s)| *d = bf16_to_f32(u16::from_le_bytes([s[0], s[1]]))),
-        Dtype::F16 => dst.iter_mut().zip(src.chunks_exact(2)).for_each(|(d, s)| *d = half::f16::from_le_bytes([s[0], s[1]]).to_f32()),
+        Dtype::F32 => {
+            dst.iter_mut().zip(src.chunks_exact(4)).for_each(|(d, s)| *d = f32::from_le_bytes([s[0], s[1], s[2], s[3]]))
+        }
+        Dtype::BF16 => {
+            dst.iter_mut().zip(src.chunks_exact(2)).for_each(|(d, s)| *d = bf16_to_f32(u16::from_le_bytes([s[0], s[1]])))
+        }
+        Dtype::F16 => {
+            dst.iter_mut().zip(src.chunks_exact(2)).for_each(|(d, s)| *d = half::f16::from_le_bytes([s[0], s[1]]).to_f32())
+        }
         Dtype::F8E4M3 => dst.iter_mut().zip(src).for_each(|(d, &s)| *d = e4m3_to_f32(s)),
         other => panic!("{other} is not a float type"),
     }
@@ -134,8 +140,12 @@ pub fn encode(dst: &mut [u8], dtype: Dtype, src: &[f32]) {
     assert_eq!(dst.len(), dtype.bytes(src.len()));
     match dtype {
         Dtype::F32 => dst.chunks_exact_mut(4).zip(src).for_each(|(d, s)| d.copy_from_slice(&s.to_le_bytes())),
-        Dtype::BF16 => dst.chunks_exact_mut(2).zip(src).for_each(|(d, &s)| d.copy_from_slice(&half::bf16::from_f32(s).to_le_bytes())),
-        Dtype::F16 => dst.chunks_exact_mut(2).zip(src).for_each(|(d, &s)| d.copy_from_slice(&half::f16::from_f32(s).to_le_bytes())),
+        Dtype::BF16 => {
+            dst.chunks_exact_mut(2).zip(src).for_each(|(d, &s)| d.copy_from_slice(&half::bf16::from_f32(s).to_le_bytes()))
+        }
+        Dtype::F16 => {
+            dst.chunks_exact_mut(2).zip(src).for_each(|(d, &s)| d.copy_from_slice(&half::f16::from_f32(s).to_le_bytes()))
+        }
         other => panic!("{other} is not a float type"),
     }
 }

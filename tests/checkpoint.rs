@@ -145,7 +145,7 @@ fn damaged_directories_are_refused_by_name() {
         ("missing shard", without(base(), &second), "MissingShards", vec!["missing shard: 1 of the 2", second.as_str()]),
         ("missing shard, no index", without(base().without_index(), &second), "MissingShards", vec!["missing shard: 1 of the 2", second.as_str()]),
         ("all shards missing", { let b = without(base(), &second); fs::remove_file(b.path().join(&first)).unwrap(); b }, "MissingShards", vec!["2 of the 2", first.as_str(), second.as_str()]),
-        ("shard lacks a tensor", base().index(index(&second, &second)).file(&first, with_header("{}", &[])).build(), "StrayFile", vec![first.as_str()]),
+        ("shard lacks a tensor", base().index(index(&second, &second)).file(&first, with_header("{}", &[])).build(), "ShardLacksTensor", vec!["t.a", second.as_str()]),
         ("index swapped", base().index(index(&second, &first)).build(), "ShardLacksTensor", vec!["t.a", second.as_str(), first.as_str(), "1 more"]),
         ("index names too much", base().index(json!({"weight_map": {"t.a": first, "t.b": second, "t.z": second}})).build(), "ShardLacksTensor", vec!["t.z", second.as_str()]),
         ("stray tensor", extra.index(index(&first, &second)).build(), "StrayTensor", vec!["t.c", second.as_str()]),
@@ -488,5 +488,25 @@ proptest! {
             let total: usize = opened.names().map(|name| opened.tensor(name).unwrap().bytes.len()).sum();
             prop_assert_eq!(total, 12);
         }
+    }
+}
+
+/// Answers kept beside a model are no weights of it: told apart by the first component of their tensors' names. Trips when every
+/// safetensors file beside the model's counts as stray, or none does.
+#[test]
+fn other_safetensors_files_may_lie_beside_a_model() {
+    let mut other = TestCheckpoint::new().f32("logits", &[1], &[1.0]).f32("hidden.0", &[1], &[1.0]);
+    let answers = safetensors_bytes(other.tensors());
+    other = TestCheckpoint::new().f32("t.a", &[1], &[1.0]).f32("t.b", &[1], &[2.0]);
+    for built in [
+        other.file("reference.safetensors", answers.clone()).build(),
+        TestCheckpoint::new()
+            .f32("t.a", &[1], &[1.0])
+            .f32("t.b", &[1], &[2.0])
+            .shards(2)
+            .file("reference.safetensors", answers)
+            .build(),
+    ] {
+        assert_eq!(Checkpoint::open(built.path()).unwrap().names().collect::<Vec<_>>(), ["t.a", "t.b"]);
     }
 }

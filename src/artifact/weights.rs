@@ -157,7 +157,9 @@ impl Weight<'_> {
                 p.dequantize_rows(dst, first);
                 Ok(())
             }
-            Data::Fp8 { codes, scale, block } => crate::checkpoint::fp8::dequantize_block(dst, codes, scale, *block, first..first + n),
+            Data::Fp8 { codes, scale, block } => {
+                crate::checkpoint::fp8::dequantize_block(dst, codes, scale, *block, first..first + n)
+            }
         }
     }
 
@@ -292,8 +294,15 @@ impl Weights {
                     Group::Of(n) => *n,
                     Group::Channel => cols,
                 };
-                let packed =
-                    Packed { bits: *bits, group, rows, cols, words: words.bytes, scales: scales.bytes, scale_dtype: scales.dtype };
+                let packed = Packed {
+                    bits: *bits,
+                    group,
+                    rows,
+                    cols,
+                    words: words.bytes,
+                    scales: scales.bytes,
+                    scale_dtype: scales.dtype,
+                };
                 Weight { rows, cols, data: Data::Packed(packed) }
             }
             Stored::Fp8 { name, scale, block } => {
@@ -431,13 +440,12 @@ impl Finder<'_> {
 
     fn packed(&mut self, module: String, shape: &[usize]) -> Option<Stored> {
         let names: BTreeMap<&str, String> = ["packed", "scale", "shape"].map(|s| (s, format!("{module}.weight_{s}"))).into();
-        let entries: BTreeMap<&str, (Dtype, Vec<usize>)> = names
-            .iter()
-            .filter_map(|(&s, n)| self.checkpoint.entry(n).map(|e| (s, (e.dtype, e.shape.clone()))))
-            .collect();
+        let entries: BTreeMap<&str, (Dtype, Vec<usize>)> =
+            names.iter().filter_map(|(&s, n)| self.checkpoint.entry(n).map(|e| (s, (e.dtype, e.shape.clone())))).collect();
         self.claimed.extend(names.values().cloned());
         for (s, n) in names.iter().filter(|(s, _)| !entries.contains_key(*s)) {
-            self.problems.push(format!("`{n}` is missing beside `{module}.weight_{}`", if *s == "packed" { "scale" } else { "packed" }));
+            self.problems
+                .push(format!("`{n}` is missing beside `{module}.weight_{}`", if *s == "packed" { "scale" } else { "packed" }));
         }
         let ((packed_type, words), (scale_type, scales)) = (entries.get("packed")?, entries.get("scale")?);
         let &[rows, cols] = shape else { return None };

@@ -12,7 +12,7 @@ use crate::checkpoint::CheckpointError;
 use crate::files::{self, Existing, FileError, OutputDir};
 use crate::ids::{Part, Role, TensorId};
 use crate::quant::format::{Bits, Format, Group};
-use crate::quant::round::{self, Rounding};
+use crate::quant::round::{self, Method, RoundError, Rounding};
 use crate::tensor::{self, Dtype};
 use rayon::prelude::*;
 use serde_json::Value;
@@ -332,20 +332,13 @@ impl Planner<'_> {
 /// The three tensors of a quantized weight: packed codes, scales, shape.
 fn quantized(module: &str, id: TensorId, shape: [usize; 2], bits: Bits, group: Group, scale: Dtype) -> (Tensor, Tensor, Tensor) {
     let [rows, cols] = shape;
-    let words = (cols * bits.count()).div_ceil(32);
+    let format = Format::Int { bits, group };
     let tensor = |what: &str, dtype, shape: Vec<usize>, content| Tensor { name: format!("{module}.weight_{what}"), dtype, shape, content };
     (
-        tensor("packed", Dtype::I32, vec![rows, words], Content::Codes { id, bits, group }),
-        tensor("scale", scale, vec![rows, num_groups(cols, group)], Content::Scales { id }),
+        tensor("packed", Dtype::I32, vec![rows, format.packed_cols(cols)], Content::Codes { id, bits, group }),
+        tensor("scale", scale, vec![rows, format.scale_cols(cols)], Content::Scales { id }),
         tensor("shape", Dtype::I64, vec![2], Content::Shape { shape }),
     )
-}
-
-fn num_groups(cols: usize, group: Group) -> usize {
-    match group {
-        Group::Of(n) => cols.div_ceil(n.max(1)),
-        Group::Channel => 1,
-    }
 }
 
 /// Where and how an artifact is written.
@@ -356,8 +349,10 @@ pub struct Job<'a> {
     pub plan: &'a Plan,
     /// For the manifest.
     pub recipe: Recipe,
-    /// How codes and scales are chosen.
-    pub rounding: Rounding,
+    /// How scales are chosen.
+    pub method: Method,
+    /// No negative scales.
+    pub positive_scales: bool,
     /// The directory to create.
     pub output: &'a Path,
     /// What to do if it exists.
@@ -662,7 +657,7 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
                     Done::Owned(bytes)
                 }
                 What::Codes { id, bits, group } => {
-                    let (codes, scales) = encode(job, floats, weight.cols, bits, group);
+                    let (codes, scales) = encode(job, floats, weight.cols, (bits, group), &from)?;
                     Done::Coded { id, codes, scales }
                 }
             };
@@ -673,13 +668,27 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
 }
 
 /// Codes and scales of whole rows.
-fn encode(job: &Job<'_>, floats: &[f32], cols: usize, bits: Bits, group: Group) -> (Vec<u8>, Vec<u8>) {
+fn encode(job: &Job<'_>, floats: &[f32], cols: usize, (bits, group): (Bits, Group), from: &Place<'_>) -> Result<(Vec<u8>, Vec<u8>), ArtifactError> {
+    let scale_dtype = job.plan.scale_dtype;
+    let format = Format::Int { bits, group };
     let rows = floats.len() / cols.max(1);
-    let target = job.plan.scale_dtype;
-    let mut codes = vec![0; rows * (cols * bits.count()).div_ceil(32) * 4];
-    let mut scales = vec![0; target.bytes(rows * num_groups(cols, group))];
-    round::quantize_rows(&mut codes, &mut scales, floats, cols, bits, group, target, &job.rounding);
-    (codes, scales)
+    let mut codes = vec![0; rows * format.packed_cols(cols) * 4];
+    let mut scales = vec![0; scale_dtype.bytes(rows * format.scale_cols(cols))];
+    let how = Rounding { bits, group, method: job.method, scale_dtype, positive_scales: job.positive_scales };
+    let done = round::quantize_rows(&mut codes, &mut scales, floats, cols, None, &how);
+    done.map(|()| (codes, scales)).map_err(|e| {
+        let tensor = from.tensor.clone().into_owned();
+        match e {
+            RoundError::NonFinite { row, col } => {
+                let element = row * cols + col;
+                ArtifactError::NonFinite { tensor, index: from.index(element), value: floats[element] }
+            }
+            RoundError::ScaleOverflow { row, col } => {
+                let element = row * cols + col;
+                ArtifactError::OutOfRange { tensor, index: from.index(element), value: floats[element], dtype: scale_dtype }
+            }
+        }
+    })
 }
 
 /// Whether no element has an exponent of all ones; looks at bits, several elements an instruction.

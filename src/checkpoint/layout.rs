@@ -1,6 +1,6 @@
 //! Which files of a directory are the checkpoint, and whether the index agrees with them.
 //!
-//! The index is the truth: what it names must be there, and what it does not name must not.
+//! The index is the truth: what it names must be there, and weights of this model that it does not name must not.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,12 +14,14 @@ use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visi
 use super::{CheckpointError, Entry};
 
 const CONFIG: &str = "config.json";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 const WEIGHTS: [&str; 10] = [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".index.json"];
 
 /// The weight files of a directory, sorted, and the index that named them.
 pub(super) struct Layout {
     pub shards: Vec<String>,
+    /// Other safetensors files; whether they are stray weights shows in their tensors.
+    pub beside: Vec<String>,
     pub index: Option<Index>,
 }
 
@@ -122,15 +124,16 @@ pub(super) fn discover(dir: &Path, files: &[String]) -> Result<Layout, Checkpoin
     if files.iter().any(|name| name == INDEX) {
         return from_index(dir, &weights);
     }
-    let shards = match weights.as_slice() {
+    let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let (shards, beside) = match weights.as_slice() {
         [] => return Err(no_weights(dir, files)),
-        [only] => match numbered(only) {
-            Some(_) => complete_set(dir, &weights)?,
-            None => vec![(*only).to_owned()],
+        [only] if numbered(only).is_none() => (owned(&[only]), Vec::new()),
+        several => match several.iter().position(|name| *name == "model.safetensors") {
+            Some(i) => (owned(&[several[i]]), owned(&[&several[..i], &several[i + 1..]].concat())),
+            None => (complete_set(dir, several)?, Vec::new()),
         },
-        several => complete_set(dir, several)?,
     };
-    Ok(Layout { shards, index: None })
+    Ok(Layout { shards, beside, index: None })
 }
 
 fn no_weights(dir: &Path, files: &[String]) -> CheckpointError {
@@ -158,20 +161,14 @@ fn from_index(dir: &Path, weights: &[&str]) -> Result<Layout, CheckpointError> {
             total: named.len(),
         });
     }
-    if let Some(stray) = weights.iter().find(|name| !named.contains(*name)) {
-        return Err(CheckpointError::StrayFile { path: dir.join(stray), beside: INDEX.to_owned() });
-    }
+    let beside = weights.iter().filter(|name| !named.contains(*name)).map(|name| (*name).to_owned()).collect();
     let shards = named.into_iter().map(str::to_owned).collect();
-    Ok(Layout { shards, index: Some(index) })
+    Ok(Layout { shards, beside, index: Some(index) })
 }
 
 /// Files `<stem>-0000i-of-0000n.safetensors` that make a whole; the only way several files go without an index.
 fn complete_set(dir: &Path, weights: &[&str]) -> Result<Vec<String>, CheckpointError> {
     let num_plain = weights.iter().filter(|name| numbered(name).is_none()).count();
-    if let Some(single) = weights.iter().find(|name| **name == "model.safetensors") {
-        let stray = weights.iter().find(|name| *name != single).unwrap_or(single);
-        return Err(CheckpointError::StrayFile { path: dir.join(stray), beside: (*single).to_owned() });
-    }
     let sets: BTreeSet<(&str, usize)> = weights.iter().filter_map(|name| numbered(name)).map(|(stem, _, n)| (stem, n)).collect();
     let several = || CheckpointError::NoIndex { dir: dir.to_owned(), files: weights.iter().map(|s| (*s).to_owned()).collect() };
     let [(stem, total)] = sets.into_iter().collect::<Vec<_>>()[..] else {

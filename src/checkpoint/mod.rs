@@ -9,8 +9,8 @@ pub mod fp8;
 mod header;
 mod layout;
 
-use std::collections::BTreeMap;
 use std::collections::btree_map;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -55,6 +55,11 @@ pub struct Shard {
     map: Mmap,
 }
 
+/// First component of a tensor's name: files of one model share it.
+fn root(name: &str) -> &str {
+    name.split('.').next().unwrap_or(name)
+}
+
 impl Checkpoint {
     /// Opens a directory holding `config.json` and safetensors: one file, or shards with or without an index. A
     /// `models--org--name` folder of the hub cache stands for its `refs/main` snapshot, or its only one.
@@ -84,6 +89,18 @@ impl Checkpoint {
                         });
                     }
                 }
+            }
+        }
+        let roots: BTreeSet<&str> = entries.keys().map(|name| root(name)).collect();
+        for name in &layout.beside {
+            let path = dir.join(name);
+            let of_this_model = match Shard::open(path.clone(), 0) {
+                Ok((_, tensors)) => tensors.iter().any(|(name, _)| roots.contains(root(name))),
+                Err(_) => true,
+            };
+            if of_this_model {
+                let beside = if layout.index.is_some() { layout::INDEX } else { &layout.shards[0] }.to_owned();
+                return Err(CheckpointError::StrayFile { path, beside });
             }
         }
         if let Some(index) = &layout.index {

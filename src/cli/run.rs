@@ -18,7 +18,7 @@ pub struct RunArgs {
     /// Converse, with the model's own chat template.
     #[arg(long, conflicts_with_all = ["prompt_file", "raw"])]
     pub chat: bool,
-    /// Take the prompt as it is: no special tokens added, special tokens printed.
+    /// Take the prompt as it is: no special tokens added.
     #[arg(long)]
     pub raw: bool,
     /// Most tokens to generate.

@@ -1,7 +1,6 @@
 //! `moe logits`: exact outputs for comparison with any other engine.
 
-use super::{Status, UserError};
-use crate::artifact::weights::Weights;
+use super::{Status, UserError, open_model};
 use crate::cli::LogitsArgs;
 use crate::engine::{Batch, Event, Rows, cpu};
 use crate::files;
@@ -11,7 +10,6 @@ use crate::report::Out;
 use anyhow::{Context, Result};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Outputs of one pass, each `[B * T, width]`.
 #[derive(Debug, Default)]
@@ -23,8 +21,8 @@ pub struct Outputs {
 /// Runs the command.
 pub fn logits(args: &LogitsArgs, out: Out) -> Result<Status> {
     let (ids, [num_seq, num_tok]) = read_ids(&args.ids)?;
-    let weights = Arc::new(Weights::open(&args.model)?);
-    let mut engine = cpu::Engine::new(Arc::clone(&weights));
+    let weights = open_model(&args.model, args.device)?;
+    let mut engine = cpu::Engine::new(weights);
     let outputs = compute(&mut engine, &ids, num_tok, args.step, args.hidden, args.routers)?;
     let bytes: BTreeMap<&str, (Vec<usize>, Vec<u8>)> = outputs
         .tensors
@@ -50,13 +48,18 @@ pub fn logits(args: &LogitsArgs, out: Out) -> Result<Status> {
 /// `[B, T]` token ids from a safetensors file.
 fn read_ids(path: &std::path::Path) -> Result<(Vec<u32>, [usize; 2])> {
     let bytes = files::read(path)?;
-    let file = SafeTensors::deserialize(&bytes).with_context(|| format!("`{}` is not a safetensors file", path.display())).map_err(|e| UserError::new(format!("{e:#}")))?;
-    let view = file.tensor("input_ids").map_err(|_| UserError::new(format!("`{}` holds no tensor `input_ids`", path.display())))?;
+    let file = SafeTensors::deserialize(&bytes)
+        .with_context(|| format!("`{}` is not a safetensors file", path.display()))
+        .map_err(|e| UserError::new(format!("{e:#}")))?;
+    let view =
+        file.tensor("input_ids").map_err(|_| UserError::new(format!("`{}` holds no tensor `input_ids`", path.display())))?;
     let &[num_seq, num_tok] = view.shape() else {
         return Err(UserError::new(format!("`input_ids` has shape {:?}, expected [B, T]", view.shape())).into());
     };
     let values: Vec<i64> = match view.dtype() {
-        Dtype::I64 => view.data().chunks_exact(8).map(|c| i64::from_le_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]])).collect(),
+        Dtype::I64 => {
+            view.data().chunks_exact(8).map(|c| i64::from_le_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]])).collect()
+        }
         Dtype::I32 => view.data().chunks_exact(4).map(|c| i32::from_le_bytes([c[0], c[1], c[2], c[3]]) as i64).collect(),
         other => return Err(UserError::new(format!("`input_ids` has type {other:?}, expected I64 or I32")).into()),
     };

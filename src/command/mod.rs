@@ -1,21 +1,26 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
 mod inspect;
-mod logits;
+pub mod logits;
 mod quantize;
+mod run;
 mod verify;
 
 use crate::artifact::manifest::ManifestError;
-use crate::artifact::weights::WeightsError;
+use crate::artifact::weights::{Weights, WeightsError};
 use crate::artifact::writer::ArtifactError;
 use crate::checkpoint::CheckpointError;
-use crate::cli::{Cli, Command};
+use crate::cli::{Cli, Command, Device};
 use crate::engine::EngineError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
 use crate::profile::precision::PrecisionError;
 use crate::report::Out;
+use crate::sample::SampleError;
+use crate::text::TextError;
 use anyhow::Result;
+use std::path::Path;
+use std::sync::Arc;
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,8 +70,16 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Inspect(args) => inspect::inspect(&args, out),
         Command::Quantize(args) => quantize::quantize(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
-        Command::Run(_) => anyhow::bail!("not built yet"),
+        Command::Run(args) => run::run(&args, out),
     }
+}
+
+/// Opens a model for a device that this build has.
+fn open_model(dir: &Path, device: Device) -> Result<Arc<Weights>> {
+    if device == Device::Cuda {
+        return Err(UserError::new("this build has no CUDA engine").hint("use --device cpu").into());
+    }
+    Ok(Arc::new(Weights::open(dir)?))
 }
 
 macro_rules! first_of {
@@ -80,7 +93,10 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
         return user.hint.clone();
     }
-    first_of!(error, WeightsError, ArtifactError, ManifestError, PrecisionError, CheckpointError, ConfigError, FileError).flatten()
+    first_of!(
+        error, WeightsError, ArtifactError, ManifestError, PrecisionError, CheckpointError, ConfigError, FileError, TextError
+    )
+    .flatten()
 }
 
 /// The exit code of an error: wrong input, or a failure on the way.
@@ -91,6 +107,8 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<CheckpointError>()
             || e.is::<ConfigError>()
             || e.is::<EngineError>()
+            || e.is::<TextError>()
+            || e.is::<SampleError>()
             || e.is::<PrecisionError>()
             || e.downcast_ref::<ArtifactError>().is_some_and(ArtifactError::is_bad_input)
             || e.downcast_ref::<ManifestError>().is_some_and(|e| !matches!(e, ManifestError::File(_)))

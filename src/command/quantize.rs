@@ -9,7 +9,7 @@ use crate::cli::QuantizeArgs;
 use crate::files::{self, Existing, FileError};
 use crate::ids::{Component, Role, TensorId};
 use crate::profile::precision::{Decisions, Profile, Rule, decide};
-use crate::quant::round::{Method, Rounding};
+use crate::quant::round::Method;
 use crate::report::{self, Out};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -40,7 +40,8 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         weights: &weights,
         plan: &plan,
         recipe: request.recipe(args),
-        rounding: request.rounding,
+        method: request.method,
+        positive_scales: args.positive_scales,
         output: &args.output,
         existing: if args.force { Existing::Replace } else { Existing::Refuse },
         progress: &|n| bar.advance(n),
@@ -55,7 +56,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
 struct Request {
     profile: Profile,
     overrides: Vec<Rule>,
-    rounding: Rounding,
+    method: Method,
     shard_bytes: u64,
 }
 
@@ -71,8 +72,7 @@ impl Request {
             .method
             .parse()
             .map_err(|_| UserError::new(format!("there is no method `{}`", args.method)).hint("methods are search and absmax"))?;
-        let rounding = rounding(method, args.positive_scales);
-        Ok(Self { profile, overrides, rounding, shard_bytes: parse_size(&args.shard_size)? })
+        Ok(Self { profile, overrides, method, shard_bytes: parse_size(&args.shard_size)? })
     }
 
     fn recipe(&self, args: &QuantizeArgs) -> Recipe {
@@ -85,10 +85,6 @@ impl Request {
             scale_dtype: String::new(),
         }
     }
-}
-
-fn rounding(method: Method, positive: bool) -> Rounding {
-    Rounding { method, positive }
 }
 
 /// A built-in profile by name, or a file by path.

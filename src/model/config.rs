@@ -202,7 +202,8 @@ impl<'a> ConfigReader<'a> {
     /// A list of numbers of a given length.
     pub fn numbers(&self, key: &str, len: usize) -> Result<Vec<f64>, ConfigError> {
         let value = self.get(key).ok_or_else(|| self.missing(key))?;
-        let list: Option<Vec<f64>> = value.as_array().and_then(|a| a.iter().map(|v| v.as_f64().filter(|x| x.is_finite())).collect());
+        let list: Option<Vec<f64>> =
+            value.as_array().and_then(|a| a.iter().map(|v| v.as_f64().filter(|x| x.is_finite())).collect());
         match list {
             Some(list) if list.len() == len => Ok(list),
             _ => Err(self.invalid(key, value, format!("a list of {len} numbers"))),
@@ -259,7 +260,8 @@ impl<'a> ConfigReader<'a> {
         let keys: Vec<String> = self
             .map
             .iter()
-            .filter(|(k, v)| !v.is_null() && !read.contains(*k) && !(self.prefix.is_empty() && IGNORABLE.contains(&k.as_str())))
+            .filter(|(k, v)| !v.is_null() && !read.contains(*k))
+            .filter(|(k, _)| !self.prefix.is_empty() || !IGNORABLE.contains(&k.as_str()))
             .map(|(k, v)| {
                 let value = v.to_string();
                 let shown: String = value.chars().take(40).collect();

@@ -62,7 +62,11 @@ fn qwen2_moe(c: &ConfigReader) -> Result<ModelSpec, ConfigError> {
 
 fn qwen3_moe(c: &ConfigReader) -> Result<ModelSpec, ConfigError> {
     c.get("max_window_layers");
-    let window = if c.flag("use_sliding_window")?.unwrap_or(false) { c.count("sliding_window")? } else { c.get("sliding_window").and(None) };
+    let window = if c.flag("use_sliding_window")?.unwrap_or(false) {
+        c.count("sliding_window")?
+    } else {
+        c.get("sliding_window").and(None)
+    };
     let renorm = c.need_flag("norm_topk_prob")?;
     let moe = Moe { router: router(c, renorm)?, width: c.need(&["moe_intermediate_size"])?, shared: None };
     let ffns = sparse_pattern(c, Ffn::Moe(moe))?;
@@ -120,7 +124,9 @@ fn deepseek_v2(c: &ConfigReader) -> Result<ModelSpec, ConfigError> {
             let groups = groups.ok_or_else(|| ConfigError::Missing { key: "n_group".into() })?;
             let keep = keep.ok_or_else(|| ConfigError::Missing { key: "topk_group".into() })?;
             if !experts.is_multiple_of(groups) || keep > groups || keep * (experts / groups) < router_base.top_k {
-                return Err(c.unsupported("n_group", format!("groups that divide {experts} experts and leave enough to choose from")));
+                return Err(
+                    c.unsupported("n_group", format!("groups that divide {experts} experts and leave enough to choose from"))
+                );
             }
             Select::GroupLimited { groups, keep }
         }
@@ -298,7 +304,8 @@ fn rope_spec(
         "default" => Scaling::None,
         "linear" => Scaling::Linear { factor: r.need_number("factor")? },
         "yarn" => {
-            let (mscale, all_dim) = (r.number("mscale")?.filter(|&m| m != 0.0), r.number("mscale_all_dim")?.filter(|&m| m != 0.0));
+            let (mscale, all_dim) =
+                (r.number("mscale")?.filter(|&m| m != 0.0), r.number("mscale_all_dim")?.filter(|&m| m != 0.0));
             if let Some(m) = all_dim {
                 softmax_factor = yarn_mscale(factor, m).powi(2);
             }

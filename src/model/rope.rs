@@ -46,9 +46,7 @@ pub fn frequencies(spec: &RopeSpec, len: usize) -> (Vec<f32>, f32) {
 /// First and last dimension of YaRN's ramp (section 3.2, equations 17-18 solved for the dimension).
 fn yarn_range(spec: &RopeSpec, original: usize, fast: f64, slow: f64, truncate: bool) -> (f64, f64) {
     let dim = spec.dim as f64;
-    let at = |rotations: f64| {
-        dim * (original as f64 / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * spec.theta.ln())
-    };
+    let at = |rotations: f64| dim * (original as f64 / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * spec.theta.ln());
     let (mut low, mut high) = (at(fast), at(slow));
     if truncate {
         (low, high) = (low.floor(), high.ceil());

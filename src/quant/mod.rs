@@ -1,1 +1,4 @@
-//! What bits mean and how they are chosen: mathematics on rows and columns.
+//! What bits mean and how they are chosen: mathematics on rows and columns, no layers, no files.
+
+pub mod format;
+pub mod round;

@@ -147,7 +147,13 @@ fn scaled(mut x: f64, units: &[&str]) -> String {
         x /= 1000.0;
         unit += 1;
     }
-    let digits = if unit == 0 || x >= 99.95 { 0 } else if x >= 9.995 { 1 } else { 2 };
+    let digits = if unit == 0 || x >= 99.95 {
+        0
+    } else if x >= 9.995 {
+        1
+    } else {
+        2
+    };
     format!("{x:.digits$} {}", units[unit])
 }
 

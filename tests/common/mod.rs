@@ -198,7 +198,7 @@ pub fn safetensors_bytes(tensors: &[TestTensor]) -> Vec<u8> {
         let entry = json!({"dtype": t.dtype, "shape": t.shape, "data_offsets": [begin, data.len()]});
         header.insert(t.name.clone(), entry);
     }
-    with_header(&Value::Object(header).to_string(), &data)
+    with_header(Value::Object(header).to_string(), &data)
 }
 
 /// A safetensors file of a header, whatever it says, and data.

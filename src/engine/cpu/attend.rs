@@ -30,7 +30,13 @@ fn tiles(batch: &Batch, heads: usize) -> Vec<Tile> {
     for s in &batch.segments {
         for t in (0..s.len).step_by(QUERY_TILE) {
             let queries = QUERY_TILE.min(s.len - t);
-            tiles.extend((0..heads).map(|head| Tile { seq: s.seq, first_row: first_row + t, position: s.start + t, queries, head }));
+            tiles.extend((0..heads).map(|head| Tile {
+                seq: s.seq,
+                first_row: first_row + t,
+                position: s.start + t,
+                queries,
+                head,
+            }));
         }
         first_row += s.len;
     }

@@ -48,9 +48,9 @@ pub(super) fn experts(
     }
     dst.par_chunks_exact_mut(d).enumerate().for_each(|(t, row)| {
         row.fill(0.0);
-        for i in t * top_k..(t + 1) * top_k {
-            let (b, column) = place[i];
-            let (n, gate) = (busy[b].1.len(), routed.gates[i]);
+        let chosen = t * top_k..(t + 1) * top_k;
+        for (&(b, column), &gate) in place[chosen.clone()].iter().zip(&routed.gates[chosen]) {
+            let n = busy[b].1.len();
             row.iter_mut().zip(outputs[b][column..].iter().step_by(n)).for_each(|(x, y)| *x += gate * y);
         }
     });

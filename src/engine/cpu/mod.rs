@@ -12,8 +12,8 @@ use super::{Batch, EngineError, Event};
 use crate::artifact::weights::Weights;
 use crate::ids::{LayerId, SeqId, TensorId};
 use crate::model::plan::{self, Plan, Slot, Step};
-use crate::model::spec::{Norm, NormKind, Pairing};
 use crate::model::rope;
+use crate::model::spec::{Norm, NormKind, Pairing};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -87,9 +87,8 @@ impl Engine {
 
     /// Tokens of a sequence in the cache.
     pub fn cached(&self, seq: SeqId) -> usize {
-        let Some(layers) = self.caches.get(&seq) else { return 0 };
-        let Some(first) = layers.first() else { return 0 };
-        first.k.len() / self.plan.widths[Slot::K as usize].max(1)
+        let most = self.caches.get(&seq).into_iter().flatten().map(|c| c.k.len()).max().unwrap_or(0);
+        most / self.plan.widths[Slot::K as usize].max(1)
     }
 
     /// A buffer as the last step left it, `[T, width]`; [`Slot::Logits`] is `[rows asked for, V]`.
@@ -174,9 +173,9 @@ impl Engine {
                 }
                 let stride = self.plan.widths[*dst as usize];
                 let used = self.used_width(*dst, num_tok, stride);
-                self.slots[*dst as usize]
-                    .par_chunks_exact_mut(used)
-                    .for_each(|row| row[..width * runs].chunks_exact_mut(*width).for_each(|x| normalise(x, &gain, bias.as_deref(), *norm)));
+                self.slots[*dst as usize].par_chunks_exact_mut(used).for_each(|row| {
+                    row[..width * runs].chunks_exact_mut(*width).for_each(|x| normalise(x, &gain, bias.as_deref(), *norm))
+                });
             }
             Step::Linear { dst, src, w, b } => {
                 let bias = b.map(|b| self.vector(b)).transpose()?;
@@ -259,7 +258,8 @@ impl Engine {
                 let weights = Arc::clone(&self.weights);
                 let weight = required(&weights, *w);
                 let width = self.plan.widths[*src as usize];
-                let x: Vec<f32> = rows.iter().flat_map(|&r| self.slots[*src as usize][r * width..(r + 1) * width].iter().copied()).collect();
+                let x: Vec<f32> =
+                    rows.iter().flat_map(|&r| self.slots[*src as usize][r * width..(r + 1) * width].iter().copied()).collect();
                 let mut out = std::mem::take(&mut self.slots[*dst as usize]);
                 out.resize(rows.len() * weight.rows, 0.0);
                 linear::linear(&mut out, &x, &weight, bias.as_deref())?;

@@ -1,0 +1,264 @@
+//! Choosing scales and codes, one group of a row at a time.
+//!
+//! `absmax` repeats the observer and compressor of compressed-tensors bit for bit: scale `absmax / (half - 0.5)`, division and
+//! rounding in the scale's type, half to even. `search` tries scales around that value with both signs, each rounded to its
+//! storage type before codes are chosen, and keeps the one with the least squared error, weighted by activation energy if given.
+
+use super::format::{Bits, Group};
+use crate::tensor::{Dtype, encode, round_to};
+use pulp::Arch;
+use std::fmt;
+use std::str::FromStr;
+
+/// How a group's scale is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Method {
+    /// Least squared error over a grid of scales of both signs.
+    #[default]
+    Search,
+    /// From the largest magnitude alone.
+    Absmax,
+}
+
+/// A method that cannot be parsed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no method, expected search or absmax")]
+pub struct MethodError(String);
+
+impl FromStr for Method {
+    type Err = MethodError;
+
+    fn from_str(text: &str) -> Result<Self, MethodError> {
+        match text {
+            "search" => Ok(Method::Search),
+            "absmax" => Ok(Method::Absmax),
+            _ => Err(MethodError(text.to_string())),
+        }
+    }
+}
+
+impl fmt::Display for Method {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Method::Search => "search",
+            Method::Absmax => "absmax",
+        })
+    }
+}
+
+/// Everything that decides a matrix's codes besides its values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rounding {
+    /// Width of a code.
+    pub bits: Bits,
+    /// Columns that share a scale.
+    pub group: Group,
+    /// How scales are chosen.
+    pub method: Method,
+    /// Type in which scales are stored: `F32`, `F16` or `BF16`.
+    pub scale_dtype: Dtype,
+    /// No negative scales, for readers that refuse them.
+    pub positive_scales: bool,
+}
+
+/// A value that cannot be quantized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RoundError {
+    /// Not a number or infinite.
+    #[error("value at [{row}, {col}] is not finite")]
+    NonFinite {
+        /// Row of the block given.
+        row: usize,
+        /// Column.
+        col: usize,
+    },
+    /// The scale exceeds its storage type.
+    #[error("a group at [{row}, {col}] needs a scale beyond the range of its type")]
+    ScaleOverflow {
+        /// Row of the block given.
+        row: usize,
+        /// First column of the group.
+        col: usize,
+    },
+}
+
+/// Scales tried, in hundredths of the absmax scale; ties go to the earlier one, positive before negative.
+fn grid(bits: Bits) -> std::ops::RangeInclusive<i32> {
+    match bits {
+        Bits::Four => 60..=105,
+        Bits::Eight => 94..=105,
+    }
+}
+
+/// Quantizes rows `src`, `[n, cols]`, into packed `words` and `scales`. `energy`, `[cols]`, weighs squared errors.
+///
+/// # Panics
+/// If the format does not fit `cols`, or buffer lengths disagree.
+pub fn quantize_rows(
+    words: &mut [u8],
+    scales: &mut [u8],
+    src: &[f32],
+    cols: usize,
+    energy: Option<&[f32]>,
+    how: &Rounding,
+) -> Result<(), RoundError> {
+    let group = match how.group {
+        Group::Of(n) => n,
+        Group::Channel => cols,
+    };
+    let group_bytes = group * how.bits.count() / 8;
+    let scale_bytes = how.scale_dtype.bytes(1);
+    assert!(cols.is_multiple_of(group) && group.is_multiple_of(how.bits.per_word()));
+    assert_eq!(words.len(), src.len() * how.bits.count() / 8);
+    assert_eq!(scales.len(), src.len() / group * scale_bytes);
+    let arch = Arch::new();
+    let groups = src.chunks_exact(group).zip(words.chunks_exact_mut(group_bytes)).zip(scales.chunks_exact_mut(scale_bytes));
+    for (g, ((x, words), scale_out)) in groups.enumerate() {
+        let (row, col) = (g * group / cols, g * group % cols);
+        let absmax = arch.dispatch(|| absmax(x));
+        if !absmax.is_finite() {
+            let i = x.iter().position(|v| !v.is_finite()).unwrap_or(0);
+            return Err(RoundError::NonFinite { row, col: col + i });
+        }
+        let energy = energy.map(|e| &e[col..col + group]);
+        let scale = match how.method {
+            Method::Absmax => absmax_scale(absmax, how),
+            Method::Search => arch.dispatch(|| search(x, absmax, energy, how)),
+        };
+        if !scale.is_finite() {
+            return Err(RoundError::ScaleOverflow { row, col });
+        }
+        encode(scale_out, how.scale_dtype, &[scale]);
+        let reduced = (how.method == Method::Absmax).then_some(how.scale_dtype);
+        arch.dispatch(|| match how.bits {
+            Bits::Four => pack::<4>(words, x, scale, reduced),
+            Bits::Eight => pack::<8>(words, x, scale, reduced),
+        });
+    }
+    Ok(())
+}
+
+/// Largest magnitude; not finite if any value is not.
+#[inline(always)]
+fn absmax(x: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut most = [0.0f32; LANES];
+    let mut bad = [0.0f32; LANES];
+    let chunks = x.chunks_exact(LANES);
+    for (i, &v) in chunks.remainder().iter().enumerate() {
+        most[i] = v.abs();
+        bad[i] = v * 0.0;
+    }
+    for chunk in chunks {
+        for i in 0..LANES {
+            most[i] = most[i].max(chunk[i].abs());
+            bad[i] += chunk[i] * 0.0;
+        }
+    }
+    let most = most.into_iter().fold(0.0, f32::max);
+    if bad.iter().all(|b| *b == 0.0) { most } else { f32::NAN }
+}
+
+/// `absmax / (half - 0.5)` in the scale's type; a zero scale becomes the type's epsilon.
+fn absmax_scale(absmax: f32, how: &Rounding) -> f32 {
+    let scale = round_to(how.scale_dtype, absmax / (how.bits.half() as f32 - 0.5));
+    if scale == 0.0 { epsilon(how.scale_dtype) } else { scale }
+}
+
+fn epsilon(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::EPSILON.to_f32(),
+        Dtype::BF16 => half::bf16::EPSILON.to_f32(),
+        _ => f32::EPSILON,
+    }
+}
+
+#[inline(always)]
+fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32 {
+    let half = how.bits.half() as f32;
+    let base = absmax / (half - 0.5);
+    let (mut best, mut least) = (absmax_scale(absmax, how), f32::INFINITY);
+    for f in grid(how.bits) {
+        let scale = round_to(how.scale_dtype, f as f32 * 0.01 * base);
+        if scale == 0.0 || !scale.is_finite() {
+            continue;
+        }
+        let (positive, negative) = match energy {
+            None => errors(x, scale, half),
+            Some(e) => weighted_errors(x, e, scale, half),
+        };
+        if positive < least {
+            (best, least) = (scale, positive);
+        }
+        if negative < least && !how.positive_scales {
+            (best, least) = (-scale, negative);
+        }
+    }
+    best
+}
+
+/// Adding and subtracting this rounds to an integer, half to even, for magnitudes below 2^22.
+const ROUND: f32 = 12_582_912.0;
+
+/// Squared errors with `scale` and with `-scale`: the codes of the latter are those of the former with the range mirrored.
+#[inline(always)]
+fn errors(x: &[f32], scale: f32, half: f32) -> (f32, f32) {
+    const LANES: usize = 32;
+    let inv = 1.0 / scale;
+    let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
+    let mut one = |i: usize, v: f32| {
+        let q = v.mul_add(inv, ROUND) - ROUND;
+        let p = q.max(-half).min(half - 1.0);
+        let n = q.max(1.0 - half).min(half);
+        let (p, n) = ((-p).mul_add(scale, v), (-n).mul_add(scale, v));
+        pos[i] = p.mul_add(p, pos[i]);
+        neg[i] = n.mul_add(n, neg[i]);
+    };
+    let chunks = x.chunks_exact(LANES);
+    chunks.remainder().iter().enumerate().for_each(|(i, &v)| one(i, v));
+    for chunk in chunks {
+        chunk.iter().enumerate().for_each(|(i, &v)| one(i, v));
+    }
+    (pos.iter().sum(), neg.iter().sum())
+}
+
+#[inline(always)]
+fn weighted_errors(x: &[f32], energy: &[f32], scale: f32, half: f32) -> (f32, f32) {
+    const LANES: usize = 32;
+    let inv = 1.0 / scale;
+    let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
+    let mut one = |i: usize, v: f32, w: f32| {
+        let q = v.mul_add(inv, ROUND) - ROUND;
+        let p = q.max(-half).min(half - 1.0);
+        let n = q.max(1.0 - half).min(half);
+        let (p, n) = ((-p).mul_add(scale, v), (-n).mul_add(scale, v));
+        pos[i] = (p * w).mul_add(p, pos[i]);
+        neg[i] = (n * w).mul_add(n, neg[i]);
+    };
+    let (chunks, weights) = (x.chunks_exact(LANES), energy.chunks_exact(LANES));
+    chunks.remainder().iter().zip(weights.remainder()).enumerate().for_each(|(i, (&v, &w))| one(i, v, w));
+    for (chunk, weight) in chunks.zip(weights) {
+        chunk.iter().zip(weight).enumerate().for_each(|(i, (&v, &w))| one(i, v, w));
+    }
+    (pos.iter().sum(), neg.iter().sum())
+}
+
+/// Codes of one group; `reduced` rounds the quotient to that type first, as arithmetic in it would.
+#[inline(always)]
+fn pack<const BITS: usize>(words: &mut [u8], x: &[f32], scale: f32, reduced: Option<Dtype>) {
+    let half = (1 << (BITS - 1)) as f32;
+    let code = |v: f32| -> u8 {
+        let quotient = match reduced {
+            None | Some(Dtype::F32) => v / scale,
+            Some(dtype) => round_to(dtype, v / scale),
+        };
+        (quotient.max(-half).min(half - 1.0).round_ties_even() + half) as u8
+    };
+    if BITS == 4 {
+        for (b, v) in words.iter_mut().zip(x.chunks_exact(2)) {
+            *b = code(v[0]) | (code(v[1]) << 4);
+        }
+    } else {
+        words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v));
+    }
+}

@@ -1,1 +1,0 @@
-//! Tokenizer and chat template.
