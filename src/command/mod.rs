@@ -1,14 +1,20 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
+mod inspect;
 pub mod logits;
+mod quantize;
 mod run;
+mod verify;
 
+use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::{Weights, WeightsError};
+use crate::artifact::writer::ArtifactError;
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command, Device};
 use crate::engine::EngineError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
+use crate::profile::precision::PrecisionError;
 use crate::report::Out;
 use crate::sample::SampleError;
 use crate::text::TextError;
@@ -61,8 +67,10 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
     }
     match cli.command {
         Command::Logits(args) => logits::logits(&args, out),
+        Command::Inspect(args) => inspect::inspect(&args, out),
+        Command::Quantize(args) => quantize::quantize(&args, out),
+        Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
-        _ => anyhow::bail!("not built yet"),
     }
 }
 
@@ -85,7 +93,10 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
         return user.hint.clone();
     }
-    first_of!(error, WeightsError, CheckpointError, ConfigError, FileError, TextError).flatten()
+    first_of!(
+        error, WeightsError, ArtifactError, ManifestError, PrecisionError, CheckpointError, ConfigError, FileError, TextError
+    )
+    .flatten()
 }
 
 /// The exit code of an error: wrong input, or a failure on the way.
@@ -98,6 +109,9 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<EngineError>()
             || e.is::<TextError>()
             || e.is::<SampleError>()
+            || e.is::<PrecisionError>()
+            || e.downcast_ref::<ArtifactError>().is_some_and(ArtifactError::is_bad_input)
+            || e.downcast_ref::<ManifestError>().is_some_and(|e| !matches!(e, ManifestError::File(_)))
     });
     let file = error.chain().find_map(|e| e.downcast_ref::<FileError>()).map(FileError::is_bad_input);
     if bad || file == Some(true) { Status::BadInput } else { Status::Failure }
