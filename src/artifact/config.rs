@@ -56,7 +56,7 @@ pub struct QuantizationConfig {
 /// Modules of one role, layer by layer (`None` outside the layers), with their formats.
 type Formats = BTreeMap<Role, BTreeMap<Option<LayerId>, Format>>;
 /// Some layers of a role that share a treatment.
-type Part_ = (Role, Vec<Option<LayerId>>);
+type Members = (Role, Vec<Option<LayerId>>);
 
 /// Builds the config for a model's tensors; `side` are tensors outside the forward pass, copied as they are.
 pub fn quantization_config(
@@ -92,7 +92,7 @@ pub fn quantization_config(
         _ => None,
     };
     let mut groups = Map::new();
-    let mut add = |scheme: Format, parts: Vec<Part_>| {
+    let mut add = |scheme: Format, parts: Vec<Members>| {
         let targets = patterns(names, &roles, parts);
         groups.insert(format!("group_{}", groups.len()), group(scheme, targets));
     };
@@ -109,7 +109,12 @@ pub fn quantization_config(
         caveats.push(Caveat::Schemes { groups: groups.len() });
     }
     let quantized = |role: Role| roles.get(&role).is_some_and(|l| l.values().any(|f| *f != Format::Source));
-    caveats.extend([(Role::Embed, Caveat::Embedding), (Role::Head, Caveat::Head), (Role::Router, Caveat::Router)].into_iter().filter(|(r, _)| quantized(*r)).map(|(_, c)| c));
+    caveats.extend(
+        [(Role::Embed, Caveat::Embedding), (Role::Head, Caveat::Head), (Role::Router, Caveat::Router)]
+            .into_iter()
+            .filter(|(r, _)| quantized(*r))
+            .map(|(_, c)| c),
+    );
     let value = json!({
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -160,7 +165,7 @@ fn group(scheme: Format, targets: Vec<String>) -> Value {
     })
 }
 
-fn parts_with(roles: &Formats, wanted: impl Fn(Role, Format) -> bool) -> Vec<Part_> {
+fn parts_with(roles: &Formats, wanted: impl Fn(Role, Format) -> bool) -> Vec<Members> {
     roles
         .iter()
         .map(|(role, layers)| (*role, layers.iter().filter(|(_, f)| wanted(*role, **f)).map(|(l, _)| *l).collect::<Vec<_>>()))
@@ -169,7 +174,7 @@ fn parts_with(roles: &Formats, wanted: impl Fn(Role, Format) -> bool) -> Vec<Par
 }
 
 /// Patterns for modules, experts first; roles with the same parent and layers share one.
-fn patterns(names: &Names, roles: &Formats, parts: Vec<Part_>) -> Vec<String> {
+fn patterns(names: &Names, roles: &Formats, parts: Vec<Members>) -> Vec<String> {
     let mut whole = Vec::new();
     // Parent pattern and layers (`None`: all), in order of first appearance, with the children.
     let mut merged: Vec<(String, Option<Vec<u32>>, Vec<String>)> = Vec::new();
@@ -232,13 +237,14 @@ fn ignore(names: &Names, roles: &Formats, side: &[String]) -> Vec<String> {
     }
     let parts = parts_with(roles, |_, f| f == Format::Source);
     let unquantized = |role: Role| roles.get(&role).is_none_or(|l| l.values().all(|f| *f == Format::Source));
-    let (fixed, rest): (Vec<Part_>, Vec<Part_>) = parts.into_iter().partition(|(role, _)| matches!(role, Role::Head | Role::Embed));
+    let (fixed, rest): (Vec<Members>, Vec<Members>) =
+        parts.into_iter().partition(|(role, _)| matches!(role, Role::Head | Role::Embed));
     list.extend(patterns(names, roles, fixed));
     if unquantized(Role::Router) {
         // vLLM calls the module `gate` in every family, whatever the checkpoint calls it.
         list.push("re:.*\\.gate$".into());
     }
-    let rest: Vec<Part_> = rest.into_iter().collect();
+    let rest: Vec<Members> = rest.into_iter().collect();
     for pattern in patterns(names, roles, rest) {
         if let Some(head) = pattern.strip_suffix("\\.\\d+\\.(gate_proj|up_proj|down_proj|w1|w2|w3)$") {
             list.push(format!("{head}$"));

@@ -165,9 +165,8 @@ fn ordered(units: Vec<Unit>) -> Vec<Tensor> {
     let mut tensors: Vec<Tensor> = large.into_iter().chain(small).flat_map(|u| u.tensors).collect();
     tensors.append(&mut shapes);
     // Units that end at a multiple of four keep the next unit's words aligned; in others each tensor stands for itself.
-    let (words, odd): (Vec<Unit>, Vec<Unit>) = ragged
-        .into_iter()
-        .partition(|u| u.bytes().is_multiple_of(4) && u.tensors.iter().all(|t| t.element_bytes() <= 4));
+    let (words, odd): (Vec<Unit>, Vec<Unit>) =
+        ragged.into_iter().partition(|u| u.bytes().is_multiple_of(4) && u.tensors.iter().all(|t| t.element_bytes() <= 4));
     let mut odd: Vec<Tensor> = odd.into_iter().flat_map(|u| u.tensors).collect();
     odd.sort_by_key(|t| std::cmp::Reverse(t.element_bytes()));
     let wide = odd.iter().take_while(|t| t.element_bytes() > 4).count();

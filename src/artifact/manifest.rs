@@ -41,7 +41,9 @@ impl ManifestError {
         match self {
             ManifestError::File(e) => e.hint(),
             ManifestError::Malformed { .. } => Some("quantize the model again".into()),
-            ManifestError::Version { .. } => Some("use the version of this tool that wrote it, or quantize the model again".into()),
+            ManifestError::Version { .. } => {
+                Some("use the version of this tool that wrote it, or quantize the model again".into())
+            }
         }
     }
 }

@@ -153,8 +153,15 @@ pub struct Plan {
 pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes: u64) -> Result<Plan, ArtifactError> {
     let checkpoint = weights.checkpoint();
     let scale_dtype = config::model_dtype(checkpoint.config()).unwrap_or_else(|| own_dtype(weights));
-    let mut planner =
-        Planner { weights, scale_dtype, units: Vec::new(), rows: Vec::new(), row_of: HashMap::new(), copied: HashSet::new(), open: None };
+    let mut planner = Planner {
+        weights,
+        scale_dtype,
+        units: Vec::new(),
+        rows: Vec::new(),
+        row_of: HashMap::new(),
+        copied: HashSet::new(),
+        open: None,
+    };
     for (id, shape) in weights.tensors() {
         planner.model_tensor(*id, shape, choose(*id))?;
     }
@@ -163,12 +170,8 @@ pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes:
     }
     let Planner { units, rows, .. } = planner;
     let shards = layout::arrange(units, shard_bytes);
-    let quantization = config::quantization_config(
-        &weights.family().names,
-        weights.tensors(),
-        |id| choose(id).format,
-        weights.side_tensors(),
-    );
+    let quantization =
+        config::quantization_config(&weights.family().names, weights.tensors(), |id| choose(id).format, weights.side_tensors());
     let parameters: u64 = weights.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
     let model_bytes: u64 = rows.iter().filter(|r| r.id.is_some()).map(|r| r.bytes).sum();
     let totals = Totals {
@@ -235,7 +238,10 @@ impl Planner<'_> {
             _ => tensors.iter().chain(&shapes).map(Tensor::bytes).sum(),
         };
         let format = match choice.format {
-            Format::Source => tensors.first().map_or(self.weights.dtype(id), |t| Some(t.dtype)).map_or_else(String::new, |d| d.name().to_lowercase()),
+            Format::Source => tensors
+                .first()
+                .map_or(self.weights.dtype(id), |t| Some(t.dtype))
+                .map_or_else(String::new, |d| d.name().to_lowercase()),
             quantized => quantized.to_string(),
         };
         self.record(Some(id), self.weights.file_tensors(id), action, format, choice.reason, [source_bytes, bytes]);
@@ -283,7 +289,15 @@ impl Planner<'_> {
         Ok(())
     }
 
-    fn record(&mut self, id: Option<TensorId>, source: Vec<String>, action: Action, format: String, reason: Option<String>, bytes: [u64; 2]) {
+    fn record(
+        &mut self,
+        id: Option<TensorId>,
+        source: Vec<String>,
+        action: Action,
+        format: String,
+        reason: Option<String>,
+        bytes: [u64; 2],
+    ) {
         let starred = id.map(|id| match id.expert {
             Some(e) => id.to_string().replacen(&format!("experts.{}.", e.0), "experts.*.", 1),
             None => id.to_string(),
@@ -333,7 +347,8 @@ impl Planner<'_> {
 fn quantized(module: &str, id: TensorId, shape: [usize; 2], bits: Bits, group: Group, scale: Dtype) -> (Tensor, Tensor, Tensor) {
     let [rows, cols] = shape;
     let format = Format::Int { bits, group };
-    let tensor = |what: &str, dtype, shape: Vec<usize>, content| Tensor { name: format!("{module}.weight_{what}"), dtype, shape, content };
+    let tensor =
+        |what: &str, dtype, shape: Vec<usize>, content| Tensor { name: format!("{module}.weight_{what}"), dtype, shape, content };
     (
         tensor("packed", Dtype::I32, vec![rows, format.packed_cols(cols)], Content::Codes { id, bits, group }),
         tensor("scale", scale, vec![rows, format.scale_cols(cols)], Content::Scales { id }),
@@ -668,7 +683,13 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
 }
 
 /// Codes and scales of whole rows.
-fn encode(job: &Job<'_>, floats: &[f32], cols: usize, (bits, group): (Bits, Group), from: &Place<'_>) -> Result<(Vec<u8>, Vec<u8>), ArtifactError> {
+fn encode(
+    job: &Job<'_>,
+    floats: &[f32],
+    cols: usize,
+    (bits, group): (Bits, Group),
+    from: &Place<'_>,
+) -> Result<(Vec<u8>, Vec<u8>), ArtifactError> {
     let scale_dtype = job.plan.scale_dtype;
     let format = Format::Int { bits, group };
     let rows = floats.len() / cols.max(1);
@@ -697,7 +718,9 @@ fn all_finite(bytes: &[u8], dtype: Dtype) -> bool {
     match dtype {
         Dtype::BF16 => !any16(0x7f80),
         Dtype::F16 => !any16(0x7c00),
-        _ => !bytes.chunks_exact(4).fold(false, |bad, b| bad | (u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7f80_0000 == 0x7f80_0000)),
+        _ => !bytes
+            .chunks_exact(4)
+            .fold(false, |bad, b| bad | (u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7f80_0000 == 0x7f80_0000)),
     }
 }
 
@@ -707,7 +730,9 @@ fn finite(floats: &[f32], from: &Place<'_>) -> Result<(), ArtifactError> {
     }
     match floats.iter().position(|x| !x.is_finite()) {
         None => Ok(()),
-        Some(i) => Err(ArtifactError::NonFinite { tensor: from.tensor.clone().into_owned(), index: from.index(i), value: floats[i] }),
+        Some(i) => {
+            Err(ArtifactError::NonFinite { tensor: from.tensor.clone().into_owned(), index: from.index(i), value: floats[i] })
+        }
     }
 }
 

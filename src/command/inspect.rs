@@ -81,7 +81,13 @@ impl Sizes {
         }
         let side = weights.side_tensors().iter().filter_map(|n| weights.checkpoint().entry(n));
         let side_bytes = side.map(|e| e.range.len() as u64).sum();
-        Self { parameters, active: active.map(|x| x.round() as u64), bytes, active_bytes: active_bytes.round() as u64, side_bytes }
+        Self {
+            parameters,
+            active: active.map(|x| x.round() as u64),
+            bytes,
+            active_bytes: active_bytes.round() as u64,
+            side_bytes,
+        }
     }
 }
 
@@ -108,7 +114,14 @@ fn profile_sizes(weights: &Weights) -> Result<Vec<ProfileSize>> {
             let plan = writer::plan(weights, |id| choice(&decisions, id), u64::MAX)?;
             let active_bytes = active_bytes(weights, &plan);
             let caveats = plan.caveats.iter().map(|c| c.to_string()).collect();
-            Ok(ProfileSize { name: name.into(), about: profile.about, bytes: plan.totals.bytes, active_bytes, bpw: plan.totals.bpw, caveats })
+            Ok(ProfileSize {
+                name: name.into(),
+                about: profile.about,
+                bytes: plan.totals.bytes,
+                active_bytes,
+                bpw: plan.totals.bpw,
+                caveats,
+            })
         })
         .collect()
 }
@@ -205,7 +218,10 @@ fn show(args: &InspectArgs, weights: &Weights, sizes: &Sizes, profiles: &[Profil
     if let Some(m) = first_moe(spec) {
         let shared = m.shared.map_or_else(String::new, |s| format!(", shared expert of width {}", s.width));
         let num = spec.layers.iter().filter(|l| matches!(l.ffn, Ffn::Moe(_))).count();
-        out.line(format!("{num} layers with {} experts of width {}, {} a token{shared}", m.router.experts, m.width, m.router.top_k));
+        out.line(format!(
+            "{num} layers with {} experts of width {}, {} a token{shared}",
+            m.router.experts, m.width, m.router.top_k
+        ));
     }
     let parallel: Vec<String> = tensor_parallel(weights, expert_group(weights)).iter().map(usize::to_string).collect();
     out.line(format!("tensor parallel: {}", parallel.join(", ")));
@@ -220,10 +236,13 @@ fn show(args: &InspectArgs, weights: &Weights, sizes: &Sizes, profiles: &[Profil
     out.line("");
     let total: u64 = sizes.parameters.iter().sum();
     let bpw = format!("{:.3}", sizes.bytes as f64 * 8.0 / total.max(1) as f64);
-    let mut rows = vec![vec!["now".into(), report::bytes(sizes.bytes + sizes.side_bytes), bpw, report::bytes(sizes.active_bytes)]];
-    rows.extend(profiles.iter().map(|p| {
-        vec![p.name.clone(), report::bytes(p.bytes), format!("{:.3}", p.bpw), report::bytes(p.active_bytes)]
-    }));
+    let mut rows =
+        vec![vec!["now".into(), report::bytes(sizes.bytes + sizes.side_bytes), bpw, report::bytes(sizes.active_bytes)]];
+    rows.extend(
+        profiles
+            .iter()
+            .map(|p| vec![p.name.clone(), report::bytes(p.bytes), format!("{:.3}", p.bpw), report::bytes(p.active_bytes)]),
+    );
     out.line(report::table(&["profile", "bytes", "bits per weight", "read a token"], &rows));
     if args.tensors {
         out.line("");
@@ -255,7 +274,13 @@ fn tensor_rows(weights: &Weights) -> Vec<TensorRow> {
     let side = weights.side_tensors().iter().filter_map(|name| {
         let entry = weights.checkpoint().entry(name)?;
         let format = entry.dtype.name().to_lowercase();
-        Some(TensorRow { id: "-".into(), names: vec![name.clone()], format, shape: entry.shape.clone(), bytes: entry.range.len() as u64 })
+        Some(TensorRow {
+            id: "-".into(),
+            names: vec![name.clone()],
+            format,
+            shape: entry.shape.clone(),
+            bytes: entry.range.len() as u64,
+        })
     });
     of_model.chain(side).collect()
 }

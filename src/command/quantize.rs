@@ -92,7 +92,8 @@ pub fn load_profile(name: &str) -> Result<Profile> {
     if Profile::names().contains(&name) || !(name.ends_with(".toml") || name.contains(['/', '\\'])) {
         return Ok(Profile::built_in(name)?);
     }
-    let text = String::from_utf8(files::read(Path::new(name))?).map_err(|_| UserError::new(format!("`{name}` is not UTF-8 text")))?;
+    let text =
+        String::from_utf8(files::read(Path::new(name))?).map_err(|_| UserError::new(format!("`{name}` is not UTF-8 text")))?;
     Ok(Profile::parse(name, &text)?)
 }
 
@@ -189,10 +190,20 @@ fn lines(weights: &Weights, plan: &Plan) -> Vec<Line> {
 
 /// An id without layer and expert, e.g. `experts.gate`.
 fn class(id: &str) -> String {
-    id.split('.').filter(|part| !part.chars().all(|c| c.is_ascii_digit() || c == '*') && *part != "layers").collect::<Vec<_>>().join(".")
+    id.split('.')
+        .filter(|part| !part.chars().all(|c| c.is_ascii_digit() || c == '*') && *part != "layers")
+        .collect::<Vec<_>>()
+        .join(".")
 }
 
-fn show_plan(args: &QuantizeArgs, weights: &Weights, request: &Request, plan: &Plan, decisions: &Decisions, out: Out) -> Result<()> {
+fn show_plan(
+    args: &QuantizeArgs,
+    weights: &Weights,
+    request: &Request,
+    plan: &Plan,
+    decisions: &Decisions,
+    out: Out,
+) -> Result<()> {
     let totals = &plan.totals;
     let lines = lines(weights, plan);
     let caveats: Vec<String> = plan.caveats.iter().map(Caveat::to_string).collect();
@@ -215,7 +226,17 @@ fn show_plan(args: &QuantizeArgs, weights: &Weights, request: &Request, plan: &P
     }
     let rows: Vec<Vec<String>> = lines
         .iter()
-        .map(|l| vec![l.component.into(), l.role.clone(), l.tensors.to_string(), l.format.clone(), report::bytes(l.bytes[0]), report::bytes(l.bytes[1]), l.note.clone()])
+        .map(|l| {
+            vec![
+                l.component.into(),
+                l.role.clone(),
+                l.tensors.to_string(),
+                l.format.clone(),
+                report::bytes(l.bytes[0]),
+                report::bytes(l.bytes[1]),
+                l.note.clone(),
+            ]
+        })
         .collect();
     out.line(report::table(&["component", "tensor", "count", "format", "before", "after", "note"], &rows));
     out.line(format!(

@@ -125,8 +125,12 @@ fn bad_shape(weights: &Weights, module: &str, shape: &[usize]) -> Option<String>
     let name = format!("{module}.weight_shape");
     let view = weights.checkpoint().tensor(&name)?;
     let found: Option<Vec<i64>> = match view.dtype {
-        tensor::Dtype::I64 => Some(view.bytes.chunks_exact(8).filter_map(|b| Some(i64::from_le_bytes(b.try_into().ok()?))).collect()),
-        tensor::Dtype::I32 => Some(view.bytes.chunks_exact(4).filter_map(|b| Some(i32::from_le_bytes(b.try_into().ok()?).into())).collect()),
+        tensor::Dtype::I64 => {
+            Some(view.bytes.chunks_exact(8).filter_map(|b| Some(i64::from_le_bytes(b.try_into().ok()?))).collect())
+        }
+        tensor::Dtype::I32 => {
+            Some(view.bytes.chunks_exact(4).filter_map(|b| Some(i32::from_le_bytes(b.try_into().ok()?).into())).collect())
+        }
         _ => None,
     };
     let wanted: Vec<i64> = shape.iter().map(|&n| n as i64).collect();
@@ -173,7 +177,9 @@ fn compare(weights: &Weights, source: &Weights) -> (usize, Vec<String>) {
             let problem = match (found, wanted) {
                 (Some(_), None) => Some(format!("`{name}` is not in the source")),
                 // An FP8 source is decoded when it stays unquantized, so that only its shape can be compared.
-                (Some(a), Some(b)) if b.dtype == tensor::Dtype::F8E4M3 => (a.shape != b.shape).then(|| format!("`{name}` has another shape than in the source")),
+                (Some(a), Some(b)) if b.dtype == tensor::Dtype::F8E4M3 => {
+                    (a.shape != b.shape).then(|| format!("`{name}` has another shape than in the source"))
+                }
                 (Some(a), Some(b)) if (a.dtype, &a.shape) != (b.dtype, &b.shape) => {
                     Some(format!("`{name}` is {} {:?}, in the source {} {:?}", a.dtype, a.shape, b.dtype, b.shape))
                 }

@@ -56,7 +56,9 @@ impl PrecisionError {
     pub fn hint(&self) -> Option<String> {
         Some(match self {
             PrecisionError::Unknown { .. } => format!("profiles are {}, or the path of a TOML file", Profile::names().join(", ")),
-            PrecisionError::Malformed { .. } => "a profile is `about = \"..\"` and tables `[[rule]]` with `match` and `format`".into(),
+            PrecisionError::Malformed { .. } => {
+                "a profile is `about = \"..\"` and tables `[[rule]]` with `match` and `format`".into()
+            }
             PrecisionError::Pattern { .. } | PrecisionError::Override { .. } => {
                 "for example `layers.*.attn.o=int8:g64`; `moe inspect --tensors` lists the ids".into()
             }
@@ -137,7 +139,8 @@ impl fmt::Display for Rule {
 }
 
 fn parse_format(text: &str) -> Result<Format, PrecisionError> {
-    text.parse().map_err(|e: <Format as std::str::FromStr>::Err| PrecisionError::Format { text: text.into(), reason: e.to_string() })
+    text.parse()
+        .map_err(|e: <Format as std::str::FromStr>::Err| PrecisionError::Format { text: text.into(), reason: e.to_string() })
 }
 
 /// Ordered rules under a name; what no rule matches keeps its source format.
@@ -386,11 +389,15 @@ pub fn decide(tensors: &[(TensorId, Vec<usize>)], tied: bool, overrides: &[Rule]
         if !matched {
             out.problems.push(format!("`--set {rule}` matches no tensor of this model"));
         } else if !applied {
-            out.problems.push(format!("`--set {rule}` matches only tensors that are never quantized (norms, biases, scalar gates, tied embeddings)"));
+            out.problems.push(format!(
+                "`--set {rule}` matches only tensors that are never quantized (norms, biases, scalar gates, tied embeddings)"
+            ));
         }
     }
     for (role, what) in by_override {
-        out.warnings.push(format!("`{role}` is quantized because `--set` asks for it; a {what} is small, and its error misroutes or compounds"));
+        out.warnings.push(format!(
+            "`{role}` is quantized because `--set` asks for it; a {what} is small, and its error misroutes or compounds"
+        ));
     }
     unite(&mut out, &bundles);
     out
