@@ -281,7 +281,7 @@ pub fn compare(
             for ((other, scores), errors) in others.iter_mut().zip(&mut scores).zip(&mut errors) {
                 let b = other.layer(l, windows, *first_row)?;
                 let local = other.route(l, &a.normed)?;
-                scores.extend(routing(&a, &b, &local));
+                scores.extend(routing(&a, &b, &local, a.hidden.len() / width));
                 for (x, y) in a.hidden.iter().zip(&b.hidden) {
                     errors[0] += ((x - y) as f64).powi(2);
                     errors[1] += (*x as f64).powi(2);
@@ -333,12 +333,19 @@ pub fn num_ticks(original: &Weights, windows: &[Window]) -> u64 {
     ((original.spec().layers.len() + 1) * groups(windows).len()) as u64
 }
 
-fn routing(a: &LayerOutput, b: &LayerOutput, local: &[f32]) -> Vec<RouterScore> {
+/// Routing of every row by both; `local` are the candidate's router logits on the original's inputs.
+fn routing(a: &LayerOutput, b: &LayerOutput, local: &[f32], rows: usize) -> Vec<RouterScore> {
     if a.logits.is_empty() {
         return Vec::new();
     }
-    let rows = a.hidden.len() / (a.normed.len() * a.hidden.len() / a.hidden.len().max(1)).max(1);
-    let rows = if rows == 1 { a.logits.len() * local.len() / local.len().max(1) } else { rows };
-    let _ = rows;
-    Vec::new()
+    let (num_experts, top_k) = (a.logits.len() / rows, a.experts.len() / rows);
+    (0..rows)
+        .into_par_iter()
+        .map(|row| {
+            let (e, k) = (row * num_experts..(row + 1) * num_experts, row * top_k..(row + 1) * top_k);
+            let a = Choice { logits: &a.logits[e.clone()], experts: &a.experts[k.clone()], gates: &a.gates[k.clone()] };
+            let b = Choice { logits: &b.logits[e.clone()], experts: &b.experts[k.clone()], gates: &b.gates[k] };
+            metrics::route_score(a, b, &local[e])
+        })
+        .collect()
 }

@@ -2,6 +2,5 @@
 
 pub mod lockstep;
 pub mod metrics;
-pub mod routing;
 pub mod sets;
 pub mod windows;
