@@ -283,7 +283,6 @@ impl Scratch {
     }
 }
 
-
 /// Writes a file that appears whole or not at all, replacing one that is there.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     let partial = sibling(path, &format!(".partial.{}", unique()))?;

@@ -301,13 +301,7 @@ pub fn compare(
         others.iter().for_each(|w| w.leave(l));
     }
     for (first_row, windows) in &groups {
-        let mut wanted = Vec::new();
-        let mut row = *first_row;
-        for w in *windows {
-            wanted.extend(w.scored.clone().map(|p| (row + p - 1, w.tokens[p], w.task)));
-            row += w.tokens.len();
-        }
-        for part in wanted.chunks(LOGIT_ROWS) {
+        for part in scored(windows, *first_row).chunks(LOGIT_ROWS) {
             let rows: Vec<usize> = part.iter().map(|(row, ..)| *row).collect();
             let a = first.logits(&rows)?;
             let vocab = a.len() / rows.len();
@@ -326,6 +320,54 @@ pub fn compare(
         }
     }
     Ok(found)
+}
+
+/// `-ln p` of every scored token of one model; calls `tick` as [`compare`] does.
+pub fn alone(
+    weights: &Arc<Weights>,
+    windows: &[Window],
+    max_memory: u64,
+    tick: &mut dyn FnMut() -> bool,
+) -> Result<Vec<f64>, LockstepError> {
+    let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
+    let in_memory = (4 * rows * weights.spec().width) as u64 <= max_memory;
+    let mut walker = Walker::new(weights, usize::MAX, rows, in_memory)?;
+    walker.embed(windows)?;
+    let groups = groups(windows);
+    for l in 0..weights.spec().layers.len() {
+        for (first_row, windows) in &groups {
+            walker.layer(l, windows, *first_row)?;
+            if !tick() {
+                return Err(LockstepError::Interrupted);
+            }
+        }
+        walker.leave(l);
+    }
+    let mut found = Vec::new();
+    for (first_row, windows) in &groups {
+        for part in scored(windows, *first_row).chunks(LOGIT_ROWS) {
+            let rows: Vec<usize> = part.iter().map(|(row, ..)| *row).collect();
+            let logits = walker.logits(&rows)?;
+            let vocab = logits.len() / rows.len();
+            let nll = logits.par_chunks_exact(vocab).zip(part).map(|(logits, &(_, token, _))| metrics::nll(logits, token));
+            found.extend(nll.collect::<Vec<f64>>());
+        }
+        if !tick() {
+            return Err(LockstepError::Interrupted);
+        }
+    }
+    Ok(found)
+}
+
+/// Row of hidden states, token it predicts and task, for every scored token.
+fn scored(windows: &[Window], first_row: usize) -> Vec<(usize, u32, usize)> {
+    let mut wanted = Vec::new();
+    let mut row = first_row;
+    for w in windows {
+        wanted.extend(w.scored.clone().map(|p| (row + p - 1, w.tokens[p], w.task)));
+        row += w.tokens.len();
+    }
+    wanted
 }
 
 /// How often [`compare`] calls `tick`.

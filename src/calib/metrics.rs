@@ -168,7 +168,8 @@ pub struct Choice<'a> {
 pub fn route_score(a: Choice<'_>, b: Choice<'_>, local: &[f32]) -> RouterScore {
     let norm = |c: Choice<'_>| 1.0 / c.gates.iter().map(|g| *g as f64).sum::<f64>().max(f64::MIN_POSITIVE);
     let (na, nb) = (norm(a), norm(b));
-    let first = |c: Choice<'_>| c.experts[c.gates.iter().enumerate().fold(0, |best, (i, g)| if *g > c.gates[best] { i } else { best })];
+    let first =
+        |c: Choice<'_>| c.experts[c.gates.iter().enumerate().fold(0, |best, (i, g)| if *g > c.gates[best] { i } else { best })];
     let (mut shared, mut mass) = (0, 0.0);
     for (e, ga) in a.experts.iter().zip(a.gates) {
         if let Some(i) = b.experts.iter().position(|x| x == e) {

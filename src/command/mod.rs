@@ -1,7 +1,10 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
+mod calibrate;
 mod inspect;
 pub mod logits;
+mod measure;
+mod perplexity;
 mod quantize;
 mod run;
 mod verify;
@@ -9,18 +12,23 @@ mod verify;
 use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::{Weights, WeightsError};
 use crate::artifact::writer::ArtifactError;
+use crate::calib::sets::SetError;
+use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command, Device};
 use crate::engine::EngineError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
 use crate::profile::precision::PrecisionError;
+use crate::quant::format::FormatError;
+use crate::quant::round::MethodError;
 use crate::report::Out;
 use crate::sample::SampleError;
 use crate::text::TextError;
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,9 +77,23 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Logits(args) => logits::logits(&args, out),
         Command::Inspect(args) => inspect::inspect(&args, out),
         Command::Quantize(args) => quantize::quantize(&args, out),
+        Command::Calibrate(args) => calibrate::calibrate(&args, out),
+        Command::Perplexity(args) => perplexity::perplexity(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
     }
+}
+
+/// Installs a Ctrl-C handler and returns the question whether it was pressed; pressed twice, the process ends at once.
+fn interrupt() -> Result<impl Fn() -> bool> {
+    let pressed = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&pressed);
+    ctrlc::set_handler(move || {
+        if flag.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })?;
+    Ok(move || pressed.load(Ordering::Relaxed))
 }
 
 /// Opens a model for a device that this build has.
@@ -94,7 +116,16 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
         return user.hint.clone();
     }
     first_of!(
-        error, WeightsError, ArtifactError, ManifestError, PrecisionError, CheckpointError, ConfigError, FileError, TextError
+        error,
+        WeightsError,
+        ArtifactError,
+        ManifestError,
+        PrecisionError,
+        CheckpointError,
+        ConfigError,
+        FileError,
+        TextError,
+        SetError
     )
     .flatten()
 }
@@ -110,6 +141,10 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<TextError>()
             || e.is::<SampleError>()
             || e.is::<PrecisionError>()
+            || e.is::<SetError>()
+            || e.is::<ProtocolError>()
+            || e.is::<FormatError>()
+            || e.is::<MethodError>()
             || e.downcast_ref::<ArtifactError>().is_some_and(ArtifactError::is_bad_input)
             || e.downcast_ref::<ManifestError>().is_some_and(|e| !matches!(e, ManifestError::File(_)))
     });
