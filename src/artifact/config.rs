@@ -20,6 +20,8 @@ pub enum Caveat {
         /// Number of config groups.
         groups: usize,
     },
+    /// Tensors outside the experts share the experts' group.
+    Joined,
     /// The embedding is quantized.
     Embedding,
     /// The head is quantized.
@@ -35,8 +37,12 @@ impl fmt::Display for Caveat {
                 f,
                 "{groups} schemes are in use; transformers with `dequantize=True` tells only two apart and cannot load this"
             ),
+            Caveat::Joined => f.write_str(
+                "tensors outside the experts have the experts' format; transformers loads this by default, with `dequantize=True` it does not",
+            ),
             Caveat::Embedding => f.write_str(
-                "the embedding is quantized; transformers and this tool load it, most model files of vLLM and all of SGLang do not",
+                "the embedding is quantized; this tool loads it, transformers, most model files of vLLM and all of SGLang do not \
+                (keep it with --set embed=source)",
             ),
             Caveat::Head => f.write_str("the head is quantized; readers need support for it by name (vLLM and SGLang have it)"),
             Caveat::Router => f.write_str("a router is quantized; vLLM and SGLang do not load that for most families"),
@@ -108,6 +114,7 @@ pub fn quantization_config(
     if expert_schemes.len() > 1 || rest.len() > 1 {
         caveats.push(Caveat::Schemes { groups: groups.len() });
     }
+    caveats.extend(joined.map(|_| Caveat::Joined));
     let quantized = |role: Role| roles.get(&role).is_some_and(|l| l.values().any(|f| *f != Format::Source));
     caveats.extend(
         [(Role::Embed, Caveat::Embedding), (Role::Head, Caveat::Head), (Role::Router, Caveat::Router)]
