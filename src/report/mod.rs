@@ -4,7 +4,10 @@
 //! error, so that a pipe carries results alone.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
+mod chart;
+mod digest;
 pub mod page;
+mod plain;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
