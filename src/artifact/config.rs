@@ -22,6 +22,8 @@ pub enum Caveat {
     },
     /// Tensors outside the experts share the experts' group.
     Joined,
+    /// transformers has no rule that assembles this family's experts.
+    Experts,
     /// The embedding is quantized.
     Embedding,
     /// The head is quantized.
@@ -40,6 +42,7 @@ impl fmt::Display for Caveat {
             Caveat::Joined => f.write_str(
                 "tensors outside the experts have the experts' format; transformers loads this by default, with `dequantize=True` it does not",
             ),
+            Caveat::Experts => f.write_str("transformers up to 5.24 does not assemble per-expert tensors of this family"),
             Caveat::Embedding => f.write_str(
                 "the embedding is quantized; this tool loads it, transformers, most model files of vLLM and all of SGLang do not \
                 (keep it with --set embed=source)",
@@ -115,6 +118,7 @@ pub fn quantization_config(
         caveats.push(Caveat::Schemes { groups: groups.len() });
     }
     caveats.extend(joined.map(|_| Caveat::Joined));
+    caveats.extend((!names.assembled && !expert_schemes.is_empty()).then_some(Caveat::Experts));
     let quantized = |role: Role| roles.get(&role).is_some_and(|l| l.values().any(|f| *f != Format::Source));
     caveats.extend(
         [(Role::Embed, Caveat::Embedding), (Role::Head, Caveat::Head), (Role::Router, Caveat::Router)]

@@ -3,6 +3,7 @@
 mod inspect;
 mod logits;
 mod measure;
+mod prepare;
 mod quantize;
 mod run;
 mod verify;
@@ -10,6 +11,7 @@ mod verify;
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
+pub use prepare::PrepareArgs;
 pub use quantize::QuantizeArgs;
 pub use run::RunArgs;
 pub use verify::VerifyArgs;
@@ -40,6 +42,8 @@ pub struct Cli {
 pub enum Command {
     /// Show what a model is made of, and its size under each precision profile.
     Inspect(InspectArgs),
+    /// The whole pipeline: quantize, calibrate, profile the experts, generate; one report.
+    Prepare(PrepareArgs),
     /// Write a mixed-precision artifact of a 16-bit checkpoint.
     Quantize(QuantizeArgs),
     /// Measure what quantization did: perplexity, divergence of the outputs and of every router.

@@ -4,7 +4,7 @@
 //! from `chart`. The page needs no network, script or font, follows the reader's light or dark setting, and prints.
 
 use super::chart::{self, Curve, Heat, LayerBar, LayerBars, Mark, Ranked};
-use super::digest::{self, Figure, Table, Verdict, entries, list, num, nums, percent, sig, text};
+use super::digest::{self, Figure, Table, Verdict, entries, list, num, nums, sig, text};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -370,6 +370,7 @@ fn collect_facts(prefix: &str, v: &Value, facts: &mut Vec<Fact>, tables: &mut Ve
 
 #[cfg(test)]
 mod tests {
+    use super::super::digest::percent;
     use super::*;
     use serde_json::json;
 
