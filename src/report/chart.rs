@@ -22,6 +22,7 @@ struct Svg {
     body: String,
     height: f64,
     top: f64,
+    right: f64,
 }
 
 impl Svg {
@@ -29,7 +30,7 @@ impl Svg {
         let mut body = String::new();
         let (title, desc) = (escape(title), escape(desc));
         let _ = write!(body, r#"<svg role="img" viewBox="0 0 {WIDTH} {height}"><title>{title}</title><desc>{desc}</desc>"#);
-        Self { body, height, top }
+        Self { body, height, top, right: RIGHT }
     }
 
     fn finish(mut self) -> String {
@@ -48,8 +49,8 @@ impl Svg {
     }
 
     /// Place of `share` of the plot, 0 at the left.
-    fn x(share: f64) -> f64 {
-        LEFT + share.clamp(0.0, 1.0) * (WIDTH - LEFT - RIGHT)
+    fn x(&self, share: f64) -> f64 {
+        LEFT + share.clamp(0.0, 1.0) * (WIDTH - LEFT - self.right)
     }
 
     fn text(&mut self, x: f64, y: f64, class: &str, text: &str) {
@@ -71,7 +72,7 @@ impl Svg {
     fn y_axis(&mut self, ticks: &[(f64, String)], name: &str) {
         for (share, label) in ticks {
             let y = self.y(*share);
-            self.line((LEFT, y), (WIDTH - RIGHT, y), "grid");
+            self.line((LEFT, y), (WIDTH - self.right, y), "grid");
             self.text(LEFT - 6.0, y + 4.0, "tick end", label);
         }
         self.text(0.0, 12.0, "axis", name);
@@ -79,13 +80,13 @@ impl Svg {
 
     fn x_axis(&mut self, ticks: &[(f64, String)], name: &str) {
         let y = self.base();
-        self.line((LEFT, y), (WIDTH - RIGHT, y), "base");
+        self.line((LEFT, y), (WIDTH - self.right, y), "base");
         for (share, label) in ticks {
-            let x = Self::x(*share);
+            let x = self.x(*share);
             self.line((x, y), (x, y + 4.0), "base");
             self.text(x, y + 17.0, "tick mid", label);
         }
-        self.text(WIDTH - RIGHT, y + 34.0, "axis end", name);
+        self.text(WIDTH - self.right, y + 34.0, "axis end", name);
     }
 }
 
@@ -101,13 +102,14 @@ fn index_step(n: usize, parts: f64) -> usize {
     [1, 2, 4, 8, 16, 32, 64, 128].into_iter().find(|s| n as f64 / *s as f64 <= parts).unwrap_or(256)
 }
 
-/// Ticks of a linear axis from zero and the value at its end.
-fn linear(max: f64, label: impl Fn(f64) -> String) -> (f64, Vec<(f64, String)>) {
+/// Ticks of a linear axis from zero, as many decimals as its step needs, and the value at its end.
+fn linear(max: f64, unit: &str) -> (f64, Vec<(f64, String)>) {
     let max = if max > 0.0 { max } else { 1.0 };
     let step = step(max, 5.0);
     let parts = (max / step - 1e-9).ceil().max(1.0);
-    let end = parts * step;
-    (end, (0..=parts as usize).map(|i| (i as f64 / parts, label(i as f64 * step))).collect())
+    let decimals = (-step.log10().floor()).clamp(0.0, 9.0) as usize;
+    let ticks = (0..=parts as usize).map(|i| (i as f64 / parts, format!("{:.decimals$}{unit}", i as f64 * step)));
+    (parts * step, ticks.collect())
 }
 
 /// `10` to a whole power.
@@ -138,24 +140,30 @@ pub(super) fn histogram(edges: &[f64], counts: &[f64], marks: &[Mark<'_>]) -> Op
         return None;
     }
     let (low, high) = (edges[first].floor(), edges[last + 1].ceil().max(edges[first].floor() + 1.0));
-    let place = |log: f64| Svg::x((log - low) / (high - low));
-    let shown: Vec<&Mark<'_>> = marks.iter().filter(|m| m.at > 0.0 && (low..=high).contains(&m.at.log10())).collect();
+    let place = |svg: &Svg, log: f64| svg.x((log - low) / (high - low));
+    let mut shown: Vec<&Mark<'_>> = marks.iter().filter(|m| m.at > 0.0 && (low..=high).contains(&m.at.log10())).collect();
+    shown.sort_by(|a, b| a.at.total_cmp(&b.at));
     let told: Vec<String> = marks.iter().map(|m| format!("{} {}", m.name, sig(m.at, 3))).collect();
     let desc = format!("{} tokens between {} and {} nats; {}.", total, decade(low as i32), decade(high as i32), told.join(", "));
     let top = 24.0 + 15.0 * shown.len() as f64;
     let mut svg = Svg::new(276.0, top, "Histogram of the divergence of single tokens", &desc);
-    let (end, ticks) = linear(counts.iter().copied().fold(0.0, f64::max) / total * 100.0, |p| format!("{} %", sig(p, 2)));
+    let (end, ticks) = linear(counts.iter().copied().fold(0.0, f64::max) / total * 100.0, " %");
     svg.y_axis(&ticks, "share of tokens");
     for i in first..=last {
         let share = counts[i] / total * 100.0;
-        let (x0, x1, y) = (place(edges[i]), place(edges[i + 1]), svg.y(share / end));
+        let (x0, x1, y) = (place(&svg, edges[i]), place(&svg, edges[i + 1]), svg.y(share / end));
         let tip = format!("{} to {}: {}", sig(10f64.powf(edges[i]), 2), sig(10f64.powf(edges[i + 1]), 2), percent(share / 100.0));
         svg.rect((x0 + 0.5, y), ((x1 - x0 - 1.0).max(0.5), svg.base() - y), "bar", &tip);
     }
+    // Labels lie on the side where the lines of the other marks start lower, so that none is crossed.
+    let leftward = shown.last().is_some_and(|m| place(&svg, m.at.log10()) > WIDTH - 90.0);
+    if leftward {
+        shown.reverse();
+    }
     for (i, mark) in shown.iter().enumerate() {
-        let (x, y) = (place(mark.at.log10()), 34.0 + 15.0 * i as f64);
+        let (x, y) = (place(&svg, mark.at.log10()), 34.0 + 15.0 * i as f64);
         svg.line((x, y - 10.0), (x, svg.base()), "mark");
-        let (dx, class) = if x > WIDTH * 0.6 { (-5.0, "note end") } else { (5.0, "note") };
+        let (dx, class) = if leftward { (-5.0, "note end") } else { (5.0, "note") };
         svg.text(x + dx, y, class, &format!("{} {}", mark.name, sig(mark.at, 3)));
     }
     let powers: Vec<i32> = (low as i32..=high as i32).collect();
@@ -195,6 +203,7 @@ pub(super) fn layer_bars(chart: &LayerBars<'_>) -> Option<String> {
     let worst = bars.iter().max_by(|a, b| a.value.total_cmp(&b.value))?;
     let desc = format!("{} layers; largest {} in layer {}.", bars.len(), sig(worst.value, 3), worst.layer);
     let mut svg = Svg::new(250.0, 26.0, chart.title, &desc);
+    svg.right = if chart.limits.is_some() { 70.0 } else { RIGHT };
     let values = || bars.iter().flat_map(|b| [Some(b.value), b.p99, b.floor]).flatten();
     let most = values().fold(0.0, f64::max);
     let (scale, ticks): (Box<dyn Fn(f64) -> f64>, Vec<(f64, String)>) = match chart.limits {
@@ -206,12 +215,12 @@ pub(super) fn layer_bars(chart: &LayerBars<'_>) -> Option<String> {
             (Box::new(move |v| if v > 0.0 { (v.log10() - low) / (high - low) } else { 0.0 }), ticks)
         }
         None => {
-            let (end, ticks) = linear(most, |v| sig(v, 2));
+            let (end, ticks) = linear(most, "");
             (Box::new(move |v| v / end), ticks)
         }
     };
     svg.y_axis(&ticks, chart.name);
-    let slot = (WIDTH - LEFT - RIGHT) / bars.len() as f64;
+    let slot = (WIDTH - LEFT - svg.right) / bars.len() as f64;
     let width = (slot * 0.72).min(34.0);
     for (i, bar) in bars.iter().enumerate() {
         let mid = LEFT + (i as f64 + 0.5) * slot;
@@ -235,8 +244,8 @@ pub(super) fn layer_bars(chart: &LayerBars<'_>) -> Option<String> {
     if let Some((warn, fail)) = chart.limits {
         for (value, class, name) in [(warn, "limit warn", "warn"), (fail, "limit fail", "fail")] {
             let y = svg.y(scale(value));
-            svg.line((LEFT, y), (WIDTH - RIGHT, y), class);
-            svg.text(LEFT + 5.0, y - 4.0, &format!("note {name}"), &format!("{name} {}", sig(value, 1)));
+            svg.line((LEFT, y), (WIDTH - svg.right, y), class);
+            svg.text(WIDTH - svg.right + 5.0, y + 4.0, &format!("note {name}"), &format!("{name} {}", sig(value, 1)));
         }
     }
     let every = index_step(bars.len(), 13.0);
@@ -276,19 +285,19 @@ pub(super) fn curves(curves: &[Curve<'_>], target: Option<f64>, chosen: Option<f
         svg.text(LEFT + 5.0, y - 4.0, "note", &format!("target {}", percent(target)));
     }
     if let Some(chosen) = chosen {
-        let x = Svg::x(chosen);
+        let x = svg.x(chosen);
         svg.line((x, svg.top), (x, svg.base()), "mark");
         let (dx, class) = if chosen > 0.5 { (-5.0, "note end") } else { (5.0, "note") };
         svg.text(x + dx, svg.base() - 7.0, class, &format!("hot set {}", percent(chosen)));
     }
     for curve in &shown {
-        let points: Vec<String> = curve.points.iter().map(|(x, y)| format!("{:.1},{:.1}", Svg::x(*x), svg.y(*y))).collect();
+        let points: Vec<String> = curve.points.iter().map(|(x, y)| format!("{:.1},{:.1}", svg.x(*x), svg.y(*y))).collect();
         let _ = write!(svg.body, r#"<polyline points="{}" class="curve {}"/>"#, points.join(" "), curve.class);
     }
     for (i, curve) in shown.iter().enumerate() {
         let y = svg.base() - 26.0 - 18.0 * (shown.len() - 1 - i) as f64;
-        svg.line((WIDTH - 128.0, y - 4.0), (WIDTH - 100.0, y - 4.0), &format!("curve {}", curve.class));
-        svg.text(WIDTH - 93.0, y, "note", curve.name);
+        svg.line((WIDTH - 118.0, y - 4.0), (WIDTH - 90.0, y - 4.0), &format!("curve {}", curve.class));
+        svg.text(WIDTH - 83.0, y, "note", curve.name);
     }
     svg.x_axis(&ticks(), "experts held");
     Some(svg.finish())
@@ -298,7 +307,7 @@ pub(super) fn curves(curves: &[Curve<'_>], target: Option<f64>, chosen: Option<f
 pub(super) struct Ranked {
     /// Label, left.
     pub(super) name: String,
-    /// What the bar is made of, after the label.
+    /// What the bar is made of, below it.
     pub(super) detail: String,
     /// Length of the bar.
     pub(super) value: f64,
@@ -307,13 +316,13 @@ pub(super) struct Ranked {
 /// Bars from left to right on a scale that ends at `most`.
 pub(super) fn ranked(bars: &[Ranked], most: f64, title: &str) -> Option<String> {
     let first = bars.first()?;
-    let row = 40.0;
+    let row = 56.0;
     let desc = format!("{} components; the first is {} with {}.", bars.len(), first.name, sig(first.value, 3));
     let mut svg = Svg::new(row * bars.len() as f64, 0.0, title, &desc);
     for (i, bar) in bars.iter().enumerate() {
         let y = row * i as f64;
-        let name: String = if bar.name.chars().count() > 34 {
-            bar.name.chars().take(33).chain(['\u{2026}']).collect()
+        let name: String = if bar.name.chars().count() > 44 {
+            bar.name.chars().take(43).chain(['\u{2026}']).collect()
         } else {
             bar.name.clone()
         };
@@ -324,7 +333,8 @@ pub(super) fn ranked(bars: &[Ranked], most: f64, title: &str) -> Option<String> 
             escape(&name),
             escape(&bar.name)
         );
-        svg.text(WIDTH, y + 14.0, "value end", &bar.detail);
+        svg.text(WIDTH, y + 14.0, "end", &sig(bar.value, 3));
+        svg.text(0.0, y + 44.0, "value", &bar.detail);
         let width = if most > 0.0 { (bar.value / most).clamp(0.0, 1.0) * WIDTH } else { 0.0 };
         svg.rect((0.0, y + 20.0), (WIDTH, 9.0), "track", &bar.name);
         svg.rect((0.0, y + 20.0), (width.max(1.0), 9.0), "bar", &sig(bar.value, 3));
@@ -339,7 +349,7 @@ pub(super) const SHADES: [f64; 5] = [0.0, 0.5, 1.0, 2.0, 4.0];
 pub(super) struct Heat<'a> {
     /// What was run.
     pub(super) name: &'a str,
-    /// Layer index and uses of each of its experts.
+    /// Layer index and uses of each of its experts, hot and most used ones first.
     pub(super) rows: &'a [(usize, Vec<f64>)],
     /// Hot experts of each row.
     pub(super) hot: &'a [Vec<usize>],
@@ -393,8 +403,8 @@ pub(super) fn heat(map: &Heat<'_>) -> Option<String> {
     for i in (0..experts).step_by(index_step(experts, 9.0)) {
         svg.text(left + (i as f64 + 0.5) * cell_w, base + 16.0, "tick mid", &i.to_string());
     }
-    svg.text(0.0, base + 33.0, "axis", "layer, downwards");
-    svg.text(WIDTH - 2.0, base + 33.0, "axis end", "expert");
+    svg.text(0.0, base + 33.0, "axis", "layer");
+    svg.text(WIDTH - 2.0, base + 33.0, "axis end", "experts, most used first");
     Some(svg.finish())
 }
 
@@ -453,7 +463,7 @@ mod tests {
     #[test]
     fn ticks_are_one_two_or_five() {
         assert_eq!((step(1.0, 5.0), step(7.0, 5.0), step(0.011, 5.0)), (0.2, 2.0, 0.005));
-        assert_eq!(linear(9.3, |v| v.to_string()).0, 10.0);
+        assert_eq!(linear(0.073, "").1[1].1, "0.02");
         assert_eq!((decade(-5), decade(-1)), ("10\u{207b}\u{2075}".into(), "0.1".into()));
     }
 

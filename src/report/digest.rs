@@ -258,7 +258,7 @@ pub(super) fn tasks(v: &Value) -> Option<Table> {
         ("KLD", col("/kld/mean", 3)),
         ("99 %", col("/kld/p99", 3)),
         ("largest", col("/kld/max", 3)),
-        ("same first, %", percents("/same_top1")),
+        ("same first,\u{a0}%", percents("/same_top1")),
     ];
     Table::of("Perplexity and divergence by task", "task", rows.iter().map(|(k, _)| k.to_string()).collect(), columns)
 }
@@ -299,12 +299,12 @@ pub(super) fn routers(v: &Value, worst: Option<usize>) -> Option<Table> {
         ("KL", col("/kl_mean", 4)),
         ("floor", rows.iter().map(|r| floor(r).map_or("\u{2013}".into(), |x| sig(x, 2))).collect()),
         ("99 %", col("/kl_p99", 3)),
-        ("over 0.1, %", percents("/kl_above_0_1")),
-        ("own, largest", col("/kl_local_max", 3)),
-        ("overlap, %", percents("/overlap")),
-        ("same set, %", percents("/exact_set")),
-        ("same first, %", percents("/top1")),
-        ("gate mass, %", percents("/gate_mass")),
+        ("over 0.1,\u{a0}%", percents("/kl_above_0_1")),
+        ("local, largest", col("/kl_local_max", 3)),
+        ("overlap,\u{a0}%", percents("/overlap")),
+        ("same set,\u{a0}%", percents("/exact_set")),
+        ("same first,\u{a0}%", percents("/top1")),
+        ("gate mass,\u{a0}%", percents("/gate_mass")),
     ];
     let title = if worst.is_some() { "Routers that diverge most" } else { "All routers" };
     let names = rows.iter().map(|r| num(r, "/layer").map_or("\u{2013}".into(), |l| l.to_string())).collect();
@@ -319,7 +319,7 @@ pub(super) fn profiled_tasks(v: &Value) -> Option<Table> {
     let columns = vec![
         ("samples", show("/samples")),
         ("tokens", show("/tokens")),
-        ("covered when left out, %", column(rows.iter().map(|t| left(t).map(|x| x * 100.0)), 3)),
+        ("covered if left out,\u{a0}%", column(rows.iter().map(|t| left(t).map(|x| x * 100.0)), 3)),
     ];
     Table::of("Tasks", "task", rows.iter().map(|t| text(t, "/name").unwrap_or("\u{2013}").into()).collect(), columns)
 }
@@ -332,7 +332,7 @@ pub(super) fn layers(v: &Value) -> Option<Table> {
     let columns = vec![
         ("experts", show("/experts")),
         ("hot", hot.collect()),
-        ("coverage, %", column(rows.iter().map(|l| num(l, "/coverage").map(|x| x * 100.0)), 3)),
+        ("coverage,\u{a0}%", column(rows.iter().map(|l| num(l, "/coverage").map(|x| x * 100.0)), 3)),
         ("variation", column(rows.iter().map(|l| num(l, "/cv")), 3)),
         ("never used", show("/unused")),
     ];

@@ -124,7 +124,7 @@ pub fn html(report: &Value) -> Result<String, PageError> {
 fn sections(stage: &str, v: &Value) -> Vec<Section> {
     match stage {
         "Quantize" | "Short run" | "Bench" => facts(v),
-        _ => [key_figures(v), tasks(v), output(v), by_layer(v), sensitivity(v), coverage(v), heat_maps(v), stability(v)]
+        _ => [key_figures(stage, v), tasks(v), output(v), by_layer(v), sensitivity(v), coverage(v), heat_maps(v), stability(v)]
             .into_iter()
             .chain([definitions(v), provenance(v)])
             .flatten()
@@ -141,9 +141,11 @@ fn drawn(svg: Option<String>, title: &str, caption: &str) -> Option<Block> {
     svg.map(|svg| Block::Chart { svg, title: title.into(), caption: caption.into() })
 }
 
-fn key_figures(v: &Value) -> Option<Section> {
+fn key_figures(stage: &str, v: &Value) -> Option<Section> {
     let figures: Vec<_> = digest::fidelity_figures(v).into_iter().chain(digest::coverage_figures(v)).collect();
-    section("Key figures", "", [(!figures.is_empty()).then_some(Block::Figures { figures })])
+    // A report of one command says this at its top.
+    let lead = digest::coverage_sentence(v).filter(|_| !stage.is_empty()).unwrap_or_default();
+    section("Key figures", &lead, [(!figures.is_empty()).then_some(Block::Figures { figures })])
 }
 
 fn tasks(v: &Value) -> Option<Section> {
@@ -213,9 +215,8 @@ fn sensitivity(v: &Value) -> Option<Section> {
         .filter_map(|s| {
             let value = num(s, "/kld_per_mb")?;
             let made = num(s, "/kld").zip(num(s, "/added_bytes"));
-            let made = made.map(|(k, b)| format!(" \u{b7} {} for {}", sig(k, 3), super::bytes(b.max(0.0) as u64)));
-            let detail = format!("{}{}", sig(value, 3), made.unwrap_or_default());
-            Some(Ranked { name: text(s, "/item")?.into(), detail, value })
+            let made = made.map(|(k, b)| format!("KLD {} for {}", sig(k, 3), super::bytes(b.max(0.0) as u64)));
+            Some(Ranked { name: text(s, "/item")?.into(), detail: made.unwrap_or_default(), value })
         })
         .collect();
     bars.sort_by(|a, b| b.value.total_cmp(&a.value));
@@ -234,7 +235,7 @@ fn coverage(v: &Value) -> Option<Section> {
     let of = |key: &str| -> Vec<(f64, f64)> {
         list(v, "/curve").iter().filter_map(|p| Some((num(p, "/fraction")?, p.get(key)?.as_f64()?))).collect()
     };
-    let lines = [("hot set, static", "static"), ("LRU cache", "lru"), ("uniform", "uniform")];
+    let lines = [("hot set", "static"), ("LRU cache", "lru"), ("uniform", "uniform")];
     let lines = lines.map(|(name, key)| Curve { name, class: key, points: of(key) });
     let chosen = num(v, "/coverage/hot_experts").zip(num(v, "/coverage/total_experts")).map(|(hot, all)| hot / all);
     let layers = digest::layers(v);
@@ -263,6 +264,13 @@ fn uses(v: &Value, task: Option<&str>) -> Vec<(usize, Vec<f64>)> {
     list(v, "/layers").iter().filter_map(row).collect()
 }
 
+/// Order in which a layer's experts are drawn: the hot set first, then by use, so that its outline is one line.
+fn by_use(hot: &[usize], uses: &[f64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..uses.len()).collect();
+    order.sort_by(|a, b| hot.contains(b).cmp(&hot.contains(a)).then(uses[*b].total_cmp(&uses[*a])));
+    order
+}
+
 fn heat_maps(v: &Value) -> Option<Section> {
     let layers = list(v, "/layers").iter().filter(|l| num(l, "/layer").is_some());
     let hot: Vec<Vec<usize>> = layers.map(|l| nums(l, "/hot").into_iter().map(|e| e as usize).collect()).collect();
@@ -272,18 +280,27 @@ fn heat_maps(v: &Value) -> Option<Section> {
             names.push(name);
         }
     }
+    let all = uses(v, None);
+    let orders: Vec<Vec<usize>> = hot.iter().zip(&all).map(|(hot, (_, row))| by_use(hot, row)).collect();
+    let drawn_first: Vec<Vec<usize>> =
+        orders.iter().zip(&hot).map(|(order, hot)| (0..order.len()).filter(|i| hot.contains(&order[*i])).collect()).collect();
     let draw = |name: &str, task: Option<&str>| {
-        drawn(chart::heat(&Heat { name, rows: &uses(v, task), hot: &hot, first: task.is_none() }), name, "")
+        let ordered = |((layer, row), order): (&(usize, Vec<f64>), &Vec<usize>)| {
+            (*layer, order.iter().map(|e| row.get(*e).copied().unwrap_or(0.0)).collect())
+        };
+        let rows: Vec<(usize, Vec<f64>)> = uses(v, task).iter().zip(&orders).map(ordered).collect();
+        drawn(chart::heat(&Heat { name, rows: &rows, hot: &drawn_first, first: task.is_none() }), name, "")
     };
-    let all = draw("All tasks", None)?;
+    let whole = draw("All tasks", None)?;
     let key = Block::Chart {
         svg: chart::heat_key(),
         title: "Key".into(),
-        caption: "Uses of an expert over the mean of its layer. The outline is the same in every map: where a task's dark cells \
-                  lie outside it, the hot set serves that task badly."
-            .into(),
+        caption:
+            "Uses of an expert over the mean of its layer. Every map has the same order, by use over all tasks, and the same \
+                  outline: dark cells right of it are experts that a task needs and the hot set lacks."
+                .into(),
     };
-    section("Use of the experts", "", [Some(all), Some(key)].into_iter().chain(names.iter().map(|n| draw(n, Some(n)))))
+    section("Use of the experts", "", [Some(whole), Some(key)].into_iter().chain(names.iter().map(|n| draw(n, Some(n)))))
 }
 
 fn stability(v: &Value) -> Option<Section> {

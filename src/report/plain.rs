@@ -135,7 +135,7 @@ The artifact is usable, with reservations: perplexity +1.26 %, the same first to
 
 **Routers that diverge most**
 
-| layer | KL | overlap, % |
+| layer | KL | overlap,\u{a0}% |
 | --- | ---: | ---: |
 | 7 | 0.02000 | 97.00 |
 ";
