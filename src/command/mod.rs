@@ -5,6 +5,7 @@ mod inspect;
 pub mod logits;
 mod measure;
 mod perplexity;
+mod profile_experts;
 mod quantize;
 mod run;
 mod verify;
@@ -79,6 +80,7 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Quantize(args) => quantize::quantize(&args, out),
         Command::Calibrate(args) => calibrate::calibrate(&args, out),
         Command::Perplexity(args) => perplexity::perplexity(&args, out),
+        Command::ProfileExperts(args) => profile_experts::profile_experts(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
     }
