@@ -4,6 +4,7 @@ mod inspect;
 mod logits;
 mod measure;
 mod prepare;
+mod profile_experts;
 mod quantize;
 mod run;
 mod verify;
@@ -12,6 +13,7 @@ pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
 pub use prepare::PrepareArgs;
+pub use profile_experts::{ListFormat, ProfileExpertsArgs};
 pub use quantize::QuantizeArgs;
 pub use run::RunArgs;
 pub use verify::VerifyArgs;
@@ -50,6 +52,8 @@ pub enum Command {
     Calibrate(CalibrateArgs),
     /// Measure the perplexity of a model; compare it with an expectation or a baseline.
     Perplexity(PerplexityArgs),
+    /// Find the experts that are used most, and what holding them is worth.
+    ProfileExperts(ProfileExpertsArgs),
     /// Generate text.
     Run(RunArgs),
     /// Write logits, hidden states and router outputs for given token ids.

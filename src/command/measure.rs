@@ -101,7 +101,8 @@ pub fn from_tasks(
     })
 }
 
-fn sha256(bytes: &[u8]) -> String {
+/// Checksum in lower-case hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
     let mut digest = Sha256::new();
     digest.update(bytes);
     hex(digest)

@@ -6,6 +6,7 @@ pub mod logits;
 mod measure;
 mod perplexity;
 mod prepare;
+mod profile_experts;
 mod quantize;
 mod run;
 mod verify;
@@ -81,6 +82,7 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Calibrate(args) => calibrate::calibrate(&args, out),
         Command::Perplexity(args) => perplexity::perplexity(&args, out),
         Command::Prepare(args) => prepare::prepare(&args, out),
+        Command::ProfileExperts(args) => profile_experts::profile_experts(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
     }

@@ -1,8 +1,8 @@
 //! `moe prepare`: the whole pipeline and one report.
 
-use super::{Status, calibrate, measure, quantize, run};
+use super::{Status, calibrate, measure, profile_experts, quantize, run};
 use crate::artifact::manifest::Manifest;
-use crate::cli::{CalibrateArgs, PrepareArgs, ReportArgs, RunArgs, TextArgs};
+use crate::cli::{CalibrateArgs, ListFormat, PrepareArgs, ProfileExpertsArgs, ReportArgs, RunArgs, TextArgs};
 use crate::report::Out;
 use anyhow::Result;
 use serde_json::json;
@@ -25,7 +25,10 @@ pub fn prepare(args: &PrepareArgs, out: Out) -> Result<Status> {
     };
     stage("calibrate");
     let calibrated = calibrate::report(&calibration(args), inner)?;
+    stage("profile experts");
+    let profiled = profile_experts::report(&profiling(args), inner)?;
     stage("run");
+    out.piece(if out.json { "" } else { &args.prompt });
     let ran = run::report(&generation(args), inner)?;
     let report = json!({
         "command": "prepare",
@@ -35,11 +38,12 @@ pub fn prepare(args: &PrepareArgs, out: Out) -> Result<Status> {
         "verdict": calibrated["verdict"],
         "quantize": Manifest::read(artifact)?.map(|m| json!({"recipe": m.recipe, "totals": m.totals})),
         "calibrate": calibrated,
+        "profile": profiled,
         "run": ran,
     });
     measure::write_reports(&report, &reports)?;
     out.json(&report)?;
-    out.line(format!("\n{}: artifact, report.json and report.html", artifact.display()));
+    out.line(format!("\n{}: artifact, hot_experts.json, report.json and report.html", artifact.display()));
     Ok(if report["verdict"] == "fail" { Status::Crossed } else { Status::Done })
 }
 
@@ -54,6 +58,24 @@ fn calibration(args: &PrepareArgs) -> CalibrateArgs {
         max_ppl_increase: None,
         sensitivity: false,
         reports: ReportArgs::default(),
+    }
+}
+
+fn profiling(args: &PrepareArgs) -> ProfileExpertsArgs {
+    ProfileExpertsArgs {
+        model: args.quantize.output.clone(),
+        task: Vec::new(),
+        samples: Some(args.samples),
+        coverage: None,
+        budget: None,
+        output: None,
+        merge: None,
+        decay: 0.5,
+        trace: None,
+        format: ListFormat::Moe,
+        device: args.device,
+        max_memory: "1GiB".into(),
+        reports: ReportArgs { report: args.quantize.output.join("report.json"), ..ReportArgs::default() },
     }
 }
 
