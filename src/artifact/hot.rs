@@ -203,10 +203,7 @@ mod tests {
         let path = dir.path().join(FILE);
         list().write(&path).unwrap();
         assert_eq!(HotExperts::read(&path).unwrap(), list());
-        assert_eq!(
-            list().hot,
-            ["model.layers.1.mlp.experts.1", "model.layers.1.mlp.experts.0", "model.layers.2.mlp.experts.0"]
-        );
+        assert_eq!(list().hot, ["model.layers.1.mlp.experts.1", "model.layers.1.mlp.experts.0", "model.layers.2.mlp.experts.0"]);
     }
 
     #[test]
