@@ -372,7 +372,7 @@ mod tests {
         }
     }
 
-    /// Exact: three of four lookups hit with two slots, one with one. Fails if a cache is cleared between samples.
+    /// Exact: of six lookups four hit with two slots, one with one. Fails if a cache is cleared between samples.
     #[test]
     fn the_cache_outlives_a_sample() {
         let (shape, a) = one_layer(1, 4, &[0, 1]);

@@ -26,7 +26,7 @@ pub fn prepare(args: &PrepareArgs, out: Out) -> Result<Status> {
     stage("calibrate");
     let calibrated = calibrate::report(&calibration(args), inner)?;
     stage("profile experts");
-    let profiled = profile_experts::report(&profiling(args), inner)?;
+    let profiled = profile_experts::profile(&profiling(args), inner)?;
     stage("run");
     out.piece(if out.json { "" } else { &args.prompt });
     let ran = run::report(&generation(args), inner)?;

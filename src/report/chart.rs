@@ -206,7 +206,8 @@ pub(super) fn layer_bars(chart: &LayerBars<'_>) -> Option<String> {
     svg.right = if chart.limits.is_some() { 70.0 } else { RIGHT };
     let values = || bars.iter().flat_map(|b| [Some(b.value), b.p99, b.floor]).flatten();
     let most = values().fold(0.0, f64::max);
-    let (scale, ticks): (Box<dyn Fn(f64) -> f64>, Vec<(f64, String)>) = match chart.limits {
+    type Scale = Box<dyn Fn(f64) -> f64>;
+    let (scale, ticks): (Scale, Vec<(f64, String)>) = match chart.limits {
         Some((_, fail)) => {
             let least = bars.iter().map(|b| b.value).filter(|v| *v > 0.0).fold(fail / 1e3, f64::min);
             let (low, high) = (least.log10().floor().max(-8.0), most.max(fail * 1.01).log10().ceil());
