@@ -6,10 +6,12 @@ mod run;
 use crate::artifact::weights::{Weights, WeightsError};
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command, Device};
-use crate::engine::EngineError;
+use crate::engine::cuda::vram::VramPlan;
+use crate::engine::cuda::{self, CudaError, LoadError};
+use crate::engine::{Engine, EngineError};
 use crate::files::FileError;
 use crate::model::config::ConfigError;
-use crate::report::Out;
+use crate::report::{Out, bytes};
 use crate::sample::SampleError;
 use crate::text::TextError;
 use anyhow::Result;
@@ -66,12 +68,34 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
     }
 }
 
-/// Opens a model for a device that this build has.
-fn open_model(dir: &Path, device: Device) -> Result<Arc<Weights>> {
-    if device == Device::Cuda {
-        return Err(UserError::new("this build has no CUDA engine").hint("use --device cpu").into());
+/// Opens a model on the device asked for; `auto` falls back to the processor and says why.
+fn open_engine(dir: &Path, device: Device, out: Out) -> Result<Engine> {
+    let weights = Arc::new(Weights::open(dir)?);
+    if device == Device::Cpu {
+        return Ok(Engine::cpu(weights));
     }
-    Ok(Arc::new(Weights::open(dir)?))
+    match open_cuda(Arc::clone(&weights), out) {
+        Ok(engine) => Ok(engine),
+        Err(LoadError::Cuda(reason)) if device == Device::Auto => {
+            out.note(format!("computing on the processor: {reason}"));
+            Ok(Engine::cpu(weights))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn open_cuda(weights: Arc<Weights>, out: Out) -> Result<Engine, LoadError> {
+    let bar = std::cell::OnceCell::new();
+    let mut planned = |plan: &VramPlan, total: u64| {
+        let parts = plan.parts.iter().filter(|p| p.1 > 0).map(|(what, n)| format!("{what} {}", bytes(*n)));
+        out.note(format!("GPU memory: {}; {} in all", parts.collect::<Vec<_>>().join(", "), bytes(plan.total_bytes)));
+        bar.get_or_init(|| out.bytes(total, "loading"));
+    };
+    let engine = cuda::Engine::open(weights, cuda::Options::default(), &mut planned, &mut |n| {
+        bar.get().iter().for_each(|b| b.advance(n));
+    })?;
+    bar.get().iter().for_each(|b| b.finish());
+    Ok(engine.into())
 }
 
 macro_rules! first_of {
@@ -85,7 +109,7 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
         return user.hint.clone();
     }
-    first_of!(error, WeightsError, CheckpointError, ConfigError, FileError, TextError).flatten()
+    first_of!(error, EngineError, CudaError, LoadError, WeightsError, CheckpointError, ConfigError, FileError, TextError).flatten()
 }
 
 /// The exit code of an error: wrong input, or a failure on the way.
@@ -95,7 +119,7 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<WeightsError>()
             || e.is::<CheckpointError>()
             || e.is::<ConfigError>()
-            || e.is::<EngineError>()
+            || e.downcast_ref::<EngineError>().is_some_and(|e| !matches!(e, EngineError::Cuda(_)))
             || e.is::<TextError>()
             || e.is::<SampleError>()
     });

@@ -1,8 +1,8 @@
 //! `moe run`: a prompt, a file, a pipe or a conversation, continued.
 
-use super::{Status, UserError, open_model};
+use super::{Status, UserError, open_engine};
 use crate::cli::RunArgs;
-use crate::engine::cpu;
+use crate::engine::Engine;
 use crate::files;
 use crate::generate::{self, Finish, Limits, Outcome};
 use crate::ids::SeqId;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Everything a generation needs besides its prompt.
 struct Session {
-    engine: cpu::Engine,
+    engine: Engine,
     tokenizer: Tokenizer,
     sampler: Sampler,
     eos: Vec<u32>,
@@ -30,9 +30,9 @@ struct Session {
 
 /// Runs the command.
 pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
-    let weights = open_model(&args.model, args.device)?;
+    let engine = open_engine(&args.model, args.device, out)?;
     let tokenizer = Tokenizer::open(&args.model)?;
-    let vocab = weights.spec().vocab;
+    let vocab = engine.spec().vocab;
     if tokenizer.vocab_size() > vocab {
         return Err(UserError::new(format!(
             "the tokenizer of `{}` has {} entries, more than the model's {vocab}",
@@ -52,8 +52,8 @@ pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
         }
     })?;
     let mut session = Session {
-        max_positions: weights.spec().max_positions,
-        engine: cpu::Engine::new(weights),
+        max_positions: engine.spec().max_positions,
+        engine,
         tokenizer,
         sampler,
         eos,
