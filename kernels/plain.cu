@@ -487,3 +487,16 @@ extern "C" __global__ void plain_read(u32* sink, const uint4* src, u64 n) {
   for (; i < n; i += stride) sum += src[i].x;
   if (sum == 0x12345678u) *sink = sum;
 }
+
+// dst[r] = src[pick[r]]: rows that get logits, next to each other. Grid (rows), block 256.
+extern "C" __global__ void plain_pick(float* dst, const float* src, int src_stride, const int* pick, int width) {
+  for (int i = threadIdx.x; i < width; i += blockDim.x) dst[(size_t)blockIdx.x * width + i] = src[(size_t)pick[blockIdx.x] * src_stride + i];
+}
+
+// cos[t], sin[t] = rows `position[t]` of the tables [positions, half]. Grid (T), block 64.
+extern "C" __global__ void plain_rotations(float* cos, float* sin, const float* cosines, const float* sines, const int* position, int half) {
+  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+    cos[(size_t)blockIdx.x * half + i] = cosines[(size_t)position[blockIdx.x] * half + i];
+    sin[(size_t)blockIdx.x * half + i] = sines[(size_t)position[blockIdx.x] * half + i];
+  }
+}

@@ -7,7 +7,9 @@
 
 use moe::artifact::weights::Weights;
 use moe::command::logits::{Outputs, compute};
-use moe::engine::{Engine, cuda};
+use moe::engine::{Batch, Engine, Rows, cuda};
+use moe::ids::SeqId;
+use moe::model::plan::Slot;
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -111,6 +113,46 @@ fn the_gpu_agrees() {
                 println!("{family} {cache:?} step {step}: `{name}` is off by {e:.2e}");
                 assert!(e < tolerance, "{family} {cache:?} step {step}: `{name}` is off by {e:.2e}");
             }
+        }
+    }
+}
+
+/// The fast kernels: prompts in one pass, then token by token through the decode graph. Activations are rounded to bf16 about ten
+/// times a layer, 1e-3 each, mostly independent.
+#[test]
+fn the_fast_path_agrees() {
+    if let Err(reason) = cuda::Device::open(0) {
+        assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
+        println!("SKIPPED: {reason}");
+        return;
+    }
+    for family in FAMILIES {
+        let reference = reference(family);
+        let (num_tok, expected) = (reference.num_tok, &reference.tensors["logits"]);
+        let num_seq = reference.ids.len() / num_tok;
+        let weights = Arc::new(Weights::open(&folder(family)).unwrap());
+        let mut engine =
+            Engine::from(cuda::Engine::open(weights, Default::default(), &mut |_, _| (), &mut |_| ()).unwrap());
+        let vocab = engine.spec().vocab;
+        for step in [num_tok, 1] {
+            let mut found = vec![0.0; expected.len()];
+            for start in (0..num_tok).step_by(step) {
+                let mut batch = Batch::default();
+                for s in 0..num_seq {
+                    let ids = &reference.ids[s * num_tok + start..][..step];
+                    batch.push(SeqId(s as u32), start, ids, if step == 1 { Rows::Last } else { Rows::All }, num_tok);
+                }
+                engine.pass(&batch).unwrap();
+                let logits = engine.slot(Slot::Logits).unwrap();
+                for s in 0..num_seq {
+                    let to = (s * num_tok + start) * vocab;
+                    found[to..to + step * vocab].copy_from_slice(&logits[s * step * vocab..(s + 1) * step * vocab]);
+                }
+            }
+            (0..num_seq).for_each(|s| engine.release(SeqId(s as u32)));
+            let e = error(&found, expected);
+            println!("{family} {step} at a time: logits are off by {e:.2e}");
+            assert!(e < 1e-2, "{family} {step} at a time: logits are off by {e:.2e}");
         }
     }
 }

@@ -3,8 +3,8 @@
 //! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`. New steps, formats and kernels get
 //! their rows in `src/engine/parity.rs`, which `moe doctor` runs too.
 
-use moe::engine::cuda::Device;
-use moe::engine::parity::{Kernels, Row, Trial, rows};
+use moe::engine::cuda::{Device, Kernels};
+use moe::engine::parity::{Row, Trial, rows};
 use std::sync::Mutex;
 
 /// One model on the device at a time.
@@ -38,6 +38,13 @@ fn all_hold(kernels: Kernels) {
 fn plain_kernels_agree() {
     if has_gpu() {
         all_hold(Kernels::Plain);
+    }
+}
+
+#[test]
+fn fast_kernels_agree() {
+    if has_gpu() {
+        all_hold(Kernels::Fast);
     }
 }
 

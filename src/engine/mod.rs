@@ -9,7 +9,7 @@ use crate::artifact::weights::Weights;
 use crate::ids::{LayerId, SeqId};
 use crate::model::plan::{Plan, Slot};
 use crate::model::spec::ModelSpec;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 /// Runs plans, somewhere.
@@ -110,6 +110,38 @@ impl Engine {
         }
     }
 
+    /// Continues sequences greedily for `steps` tokens, `last` being the newest token of each, which is not yet cached; `on`
+    /// sees the chosen ids of every step and may stop. A GPU runs one step ahead of what `on` sees.
+    pub fn greedy(
+        &mut self,
+        seqs: &[SeqId],
+        last: &[u32],
+        steps: usize,
+        context: usize,
+        on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
+    ) -> Result<(), EngineError> {
+        if let Engine::Cuda(e) = self
+            && e.is_fast()
+            && seqs.len() <= cuda::launch::DECODE_TOK
+        {
+            return e.greedy(seqs, last, steps, context, on);
+        }
+        let mut newest = last.to_vec();
+        for _ in 0..steps {
+            let mut batch = Batch::default();
+            for (&seq, token) in seqs.iter().zip(&newest) {
+                batch.push(seq, self.cached(seq), &[*token], Rows::Last, context);
+            }
+            self.pass(&batch)?;
+            let vocab = self.spec().vocab;
+            newest = self.slot(Slot::Logits)?.chunks_exact(vocab).map(first_max).collect();
+            if on(&newest).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// A buffer as the last step left it, `[T, width]`; [`Slot::Logits`] is `[rows asked for, V]`.
     pub fn slot(&self, slot: Slot) -> Result<&[f32], EngineError> {
         match self {
@@ -130,6 +162,12 @@ impl Engine {
             Engine::Cuda(e) => e.set_slot(slot, values),
         }
     }
+}
+
+/// Index of the first largest value.
+pub fn first_max(row: &[f32]) -> u32 {
+    let better = |best: usize, i: usize| if row[i] > row[best] { i } else { best };
+    (0..row.len()).reduce(better).unwrap_or(0) as u32
 }
 
 /// Tokens to run in one pass, over one or several sequences.

@@ -8,7 +8,7 @@
 //! by [`EXACT`]; kernels that round activations to bf16 leave about 2^-9 / sqrt(3) = 1.1e-3 for each rounding, two or three in
 //! a row, bounded by [`ROUNDED`].
 
-use super::cuda::{self, Kind, Options};
+use super::cuda::{self, Kernels, Kind, Options};
 use super::{Batch, EngineError, Event, Rows, cpu};
 use crate::artifact::weights::{Weights, WeightsError};
 use crate::files::{self, Existing, FileError, OutputDir};
@@ -79,15 +79,6 @@ pub struct Trial {
     pub disturb: f32,
     /// Which kernels.
     pub kernels: Kernels,
-}
-
-/// Which kernels a trial runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kernels {
-    /// One plain kernel a step.
-    Plain,
-    /// Fast kernels where their conditions hold.
-    Fast,
 }
 
 /// Compares every step in every format; `on` sees each model before it is tried.
@@ -323,34 +314,57 @@ fn batches(vocab: usize, random: &mut Random) -> Vec<Batch> {
 fn compare(dir: &Path, storage: &Storage, trial: Trial) -> Result<Vec<Row>, ParityError> {
     let weights = Arc::new(Weights::open(dir)?);
     let fast = trial.kernels == Kernels::Fast;
-    let options = Options { cache: if fast { Kind::Bf16 } else { Kind::F32 }, ..Options::default() };
+    let cache = if fast { Kind::Bf16 } else { Kind::F32 };
+    let options = Options { cache, kernels: trial.kernels, ..Options::default() };
     let mut device = cuda::Engine::open(Arc::clone(&weights), options, &mut |_, _| (), &mut |_| ())?;
     let mut host = cpu::Engine::new(weights);
     let mut found = Vec::new();
     let mut random = Random(11);
     for batch in batches(host.weights().spec().vocab, &mut random) {
         host.begin(&batch)?;
-        device.begin(&batch)?;
-        for i in 0..host.plan().steps.len() {
-            let step = &host.plan().steps[i];
-            let kind = step.kind().to_string();
-            let error = one(&mut host, &mut device, &batch, i..i + 1, trial.disturb)?;
-            let tolerance = if fast { ROUNDED } else { EXACT };
-            found.push(Row { step: kind, format: storage.name.to_string(), error, tolerance, most_tok: batch.tokens.len() });
+        let decode = device.begin_decode(&batch)?;
+        if !decode {
+            device.begin(&batch)?;
+        }
+        let groups = device.groups().to_vec();
+        for (g, group) in groups.iter().enumerate() {
+            let whole = fast && group.block.is_some();
+            let pieces: Vec<Range<usize>> =
+                if whole { vec![group.steps.clone()] } else { group.steps.clone().map(|i| i..i + 1).collect() };
+            for steps in pieces {
+                let mut step = host.plan().steps[steps.start].kind().to_string();
+                let work = if whole { Work::Group(g, steps) } else { Work::Steps(steps) };
+                let (error, ran_fast) = one(&mut host, &mut device, &batch, work, trial.disturb)?;
+                if let Some(block) = group.block.as_ref().filter(|_| whole) {
+                    let when = if decode { "decode" } else { "prefill" };
+                    step = format!("{} {when}{}", block.name(), if ran_fast { "" } else { " (plain)" });
+                }
+                let tolerance = if fast { ROUNDED } else { EXACT };
+                found.push(Row { step, format: storage.name.to_string(), error, tolerance, most_tok: batch.tokens.len() });
+            }
         }
     }
     Ok(found)
 }
 
-/// Error of a run of steps: the largest of all buffers and of the router's outputs.
+/// What one row runs.
+enum Work {
+    /// Steps on plain kernels, compared in every buffer.
+    Steps(Range<usize>),
+    /// A group of these steps, compared in what it adds to the residual and in the logits.
+    Group(usize, Range<usize>),
+}
+
+/// Error of a run of steps, the largest of all that is compared, and whether fast kernels ran.
 fn one(
     host: &mut cpu::Engine,
     device: &mut cuda::Engine,
     batch: &Batch,
-    steps: Range<usize>,
+    work: Work,
     disturb: f32,
-) -> Result<f64, ParityError> {
+) -> Result<(f64, bool), ParityError> {
     let num_tok = batch.tokens.len();
+    let before = host.slot(Slot::Residual).to_vec();
     for slot in Slot::ALL.into_iter().filter(|&s| s != Slot::Logits) {
         let mut values = host.slot(slot).to_vec();
         if !values.is_empty() && values.len().is_multiple_of(num_tok) {
@@ -363,20 +377,35 @@ fn one(
         let Event::Routed { logits, experts, gates, .. } = event;
         routed[side].push((logits.to_vec(), experts.to_vec(), gates.to_vec()));
     };
-    host.run(steps.clone(), batch, &mut |event| keep(0, event))?;
-    device.run(steps, Some(&mut |event| keep(1, event)))?;
+    let mut ran_fast = false;
+    let slots: &[Slot] = match work {
+        Work::Steps(steps) => {
+            host.run(steps.clone(), batch, &mut |event| keep(0, event))?;
+            device.run(steps, Some(&mut |event| keep(1, event)))?;
+            &Slot::ALL
+        }
+        Work::Group(group, steps) => {
+            host.run(steps, batch, &mut |_| ())?;
+            ran_fast = device.run_group(group)?;
+            &[Slot::Residual, Slot::Logits]
+        }
+    };
     let mut worst = 0.0f64;
     let mut see = |found: &[f32], expected: &[f32]| {
         let error = distance(found, expected);
         worst = if error.is_nan() { f64::INFINITY } else { worst.max(error) };
     };
-    for slot in Slot::ALL {
+    for &slot in slots {
         let expected = host.slot(slot);
-        if !expected.is_empty() && (slot == Slot::Logits || expected.len().is_multiple_of(num_tok)) {
-            let found = device.slot(slot)?;
-            if found.len() == expected.len() {
-                see(found, expected);
-            }
+        if expected.is_empty() || (slot != Slot::Logits && !expected.len().is_multiple_of(num_tok)) {
+            continue;
+        }
+        let found = device.slot(slot)?;
+        if slot == Slot::Residual && before.len() == expected.len() && before != expected {
+            let change = |after: &[f32]| after.iter().zip(&before).map(|(a, b)| a - b).collect::<Vec<_>>();
+            see(&change(found), &change(expected));
+        } else if found.len() == expected.len() {
+            see(found, expected);
         }
     }
     let [expected, found] = routed;
@@ -385,7 +414,7 @@ fn one(
         see(&f.2, &e.2);
         see(&f.1.iter().map(|&x| x as f32).collect::<Vec<_>>(), &e.1.iter().map(|&x| x as f32).collect::<Vec<_>>());
     }
-    Ok(worst)
+    Ok((worst, ran_fast))
 }
 
 /// `|found - expected| / |expected|`; zero for two zeros.

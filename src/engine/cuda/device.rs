@@ -1,5 +1,6 @@
 //! One GPU: opening it, what it is, and the two streams work runs on. Everything that can be missing has its own error.
 
+use super::launch::Limits;
 use super::memory::Buffer;
 use cudarc::driver::{DriverError, result, sys};
 use std::path::{Path, PathBuf};
@@ -101,6 +102,10 @@ pub struct Properties {
     pub memory_bytes: u64,
     /// Second-level cache.
     pub l2_bytes: u64,
+    /// Most shared memory of a block.
+    pub block_shared_bytes: u64,
+    /// Shared memory of a multiprocessor.
+    pub sm_shared_bytes: u64,
     /// Highest SM clock.
     pub sm_clock_mhz: u32,
     /// Highest memory clock.
@@ -115,6 +120,15 @@ impl Properties {
     /// Name of the target that NVRTC compiles for.
     pub fn arch(&self) -> String {
         format!("sm_{}", self.sm)
+    }
+
+    /// What launch geometry needs to know.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            num_sm: self.num_sm as usize,
+            block_shared_bytes: self.block_shared_bytes as usize,
+            sm_shared_bytes: self.sm_shared_bytes as usize,
+        }
     }
 
     /// Two transfers a clock, as GDDR and HBM do.
@@ -245,6 +259,8 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
         // SAFETY: `device` is valid.
         memory_bytes: unsafe { result::device::total_mem(device) }.during("ask what the device is")? as u64,
         l2_bytes: get(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
+        block_shared_bytes: get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u64,
+        sm_shared_bytes: get(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)? as u64,
         sm_clock_mhz: get(A::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)? as u32 / 1000,
         memory_clock_mhz: get(A::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)? as u32 / 1000,
         memory_bus_bits: get(A::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)? as u32,

@@ -1,14 +1,14 @@
 //! The steps of a plan as launches of the plain kernels: one exhaustive `match`.
 
 use super::launch;
-use super::plain::Router;
-use super::{BatchPart, Engine};
+use super::plain::{Pages, Router};
+use super::{Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::{NormKind, Pairing, RouterSpec, Score, Select};
 
 impl Engine {
-    fn at(&self, slot: Slot) -> u64 {
+    pub(super) fn at(&self, slot: Slot) -> u64 {
         self.work.slots[slot as usize].at(0)
     }
 
@@ -16,15 +16,16 @@ impl Engine {
         self.work.row[slot as usize] as i32
     }
 
-    pub(super) fn step(&mut self, step: &Step) -> Result<(), EngineError> {
-        let num_tok = self.batch.num_tok;
+    /// Runs one step on the plain kernels.
+    pub(super) fn step(&mut self, step: &Step, view: &View) -> Result<(), EngineError> {
+        let num_tok = view.num_tok;
         if let Some((dst, width)) = self.written(step) {
             self.work.row[dst as usize] = width;
         }
         let k = &self.plain;
         match step {
             Step::Embed { dst, table, scale } => {
-                let (table, tokens) = (self.store.matrix(*table), self.part(BatchPart::Tokens));
+                let (table, tokens) = (self.store.matrix(*table), view.tokens);
                 k.plain_embed(launch::tokens(num_tok), self.at(*dst), self.row(*dst), table, tokens, *scale)?;
             }
             Step::Norm { dst, src, w, b, norm, width, runs } => {
@@ -45,14 +46,14 @@ impl Engine {
             }
             Step::Rope { buf, heads, stride, offset } => {
                 let (half, interleaved) = (self.spec.rope.dim / 2, self.spec.rope.pairing == Pairing::Interleaved);
-                let (cos, sin) = (self.part(BatchPart::Cos), self.part(BatchPart::Sin));
+                let (cos, sin) = (view.cos, view.sin);
                 let (grid, row) = (launch::parts(*heads, num_tok, 64), self.row(*buf));
                 let (stride, offset) = (*stride as i32, *offset as i32);
                 k.plain_rope(grid, self.at(*buf), row, stride, offset, cos, sin, half as i32, interleaved as i32)?;
             }
             Step::Attend { dst, q, k: key, v, layer, heads, window } => {
                 let cache = &self.caches[layer.0 as usize];
-                let (pages, dim) = (self.pages_of_batch(), heads.dim as i32);
+                let (pages, dim) = (self.pages_of(view), heads.dim as i32);
                 let values = cache.values.as_ref().map_or(0, |b| b.at(0));
                 let grid = launch::parts(heads.kv, num_tok, 64);
                 k.plain_append(grid, cache.keys.at(0), self.at(*key), self.row(*key), pages, dim)?;
@@ -63,7 +64,7 @@ impl Engine {
                 self.count_keys();
             }
             Step::AttendLatent { dst, q, latent, up, layer, mla } => {
-                let (keys, pages) = (self.caches[layer.0 as usize].keys.at(0), self.pages_of_batch());
+                let (keys, pages) = (self.caches[layer.0 as usize].keys.at(0), self.pages_of(view));
                 let (rank, rope, nope, v) = (mla.kv_rank as i32, mla.rope as i32, mla.nope as i32, mla.v as i32);
                 let up = self.store.matrix(*up);
                 let (query, mixed) = (self.work.latent_q.at(0), self.work.latent_out.at(0));
@@ -110,8 +111,8 @@ impl Engine {
                 k.plain_add(launch::elements(n), self.at(*acc), self.at(*add), n as u64, *scale)?;
             }
             Step::Head { dst, src, w, b, scale } => {
-                let (w, bias, rows) = (self.store.matrix(*w), self.store.optional(*b), self.batch.num_rows);
-                let (pick, grid) = (self.part(BatchPart::Pick), launch::rows(w.rows as usize, rows));
+                let (w, bias, rows) = (self.store.matrix(*w), self.store.optional(*b), view.num_rows);
+                let (pick, grid) = (view.pick, launch::rows(w.rows as usize, rows));
                 let (to, from) = (self.at(*dst), self.at(*src));
                 k.plain_linear(grid, to, w.rows, from, self.row(*src), pick, w, bias, *scale, rows as i32)?;
             }
@@ -136,8 +137,13 @@ impl Engine {
         }
     }
 
+    fn pages_of(&self, view: &View) -> Pages {
+        let stride = view.table_stride as i32;
+        Pages { position: view.positions, row: view.rows, table: view.table, stride, kind: self.cache_kind }
+    }
+
     /// The first attention of a pass stores the batch's keys; from then on they count.
-    fn count_keys(&mut self) {
+    pub(super) fn count_keys(&mut self) {
         for (seq, len) in self.pending.take().into_iter().flatten() {
             self.pages.set_len(seq, len);
         }

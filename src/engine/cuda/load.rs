@@ -189,6 +189,8 @@ pub(super) struct Store {
     layout: Layout,
     /// Per layer with experts: `[E][gate, up, down]` descriptors, and `[E][6]` addresses: gate, up, down, words then scales.
     tables: HashMap<u32, (Buffer, Buffer)>,
+    /// Forms of a layer's experts, where all are stored alike.
+    forms: HashMap<u32, [Matrix; 3]>,
 }
 
 impl Store {
@@ -259,7 +261,7 @@ impl Store {
     }
 
     fn with_tables(device: &Arc<Device>, memory: Buffer, layout: Layout, spec: &ModelSpec) -> Result<Self, CudaError> {
-        let mut store = Self { memory, layout, tables: HashMap::new() };
+        let mut store = Self { memory, layout, tables: HashMap::new(), forms: HashMap::new() };
         for (l, layer) in spec.layers.iter().enumerate() {
             let Ffn::Moe(moe) = &layer.ffn else { continue };
             let layer = crate::ids::LayerId(l as u32);
@@ -270,6 +272,10 @@ impl Store {
                 })
                 .map(|id| store.matrix(id))
                 .collect();
+            let alike = |a: &Matrix, b: &Matrix| Matrix { data: 0, scales: 0, ..*a } == Matrix { data: 0, scales: 0, ..*b };
+            if table.chunks_exact(3).all(|e| e.iter().zip(&table).all(|(a, b)| alike(a, b))) {
+                store.forms.insert(l as u32, [table[0], table[1], table[2]]);
+            }
             let addresses: Vec<u64> = table.iter().flat_map(|m| [m.data, m.scales]).collect();
             store.tables.insert(l as u32, (Buffer::from_slice(device, &table)?, Buffer::from_slice(device, &addresses)?));
         }
@@ -305,6 +311,11 @@ impl Store {
     /// Address of a layer's expert addresses.
     pub fn addresses(&self, layer: u32) -> u64 {
         self.tables.get(&layer).map_or(0, |t| t.1.at(0))
+    }
+
+    /// A layer's first expert; [`Matrix::NONE`] if its experts are not all stored alike.
+    pub fn expert(&self, layer: u32) -> [Matrix; 3] {
+        self.forms.get(&layer).copied().unwrap_or([Matrix::NONE; 3])
     }
 
     /// Where everything lies.

@@ -3,8 +3,12 @@
 //! Needs a driver and `libnvrtc` at run time and nothing at build time. Judged against the CPU engine row by row
 //! ([`super::parity`]); `kernels/README.md` has the contracts of the fast kernels, `kernels/plain.cu` the plain ones.
 
+mod blocks;
 pub mod device;
 mod exec;
+mod fast;
+pub mod fuse;
+mod graph;
 pub mod launch;
 mod load;
 mod memory;
@@ -24,11 +28,16 @@ use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::rope;
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
+use blocks::Ran;
+use fast::Fast;
+use fuse::Group;
+use graph::Decode;
+use launch::DECODE_TOK;
 use load::{Layout, Store};
 use memory::{Buffer, aligned};
 use module::{Module, PROGRAMS};
 use pages::{PAGE_TOKENS, PageTable};
-use plain::{Pages, Plain};
+use plain::Plain;
 use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::Arc;
@@ -50,13 +59,25 @@ pub struct Options {
     pub index: usize,
     /// Most bytes of its memory to use; `None`: all that is free.
     pub budget_bytes: Option<u64>,
-    /// Element type of the key and value cache, `F32` or `Bf16`.
+    /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
     pub cache: Kind,
+    /// Which kernels.
+    pub kernels: Kernels,
+}
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kernels {
+    /// One plain kernel a step.
+    Plain,
+    /// Fast kernels for the blocks whose shapes and formats they take.
+    #[default]
+    Fast,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { index: 0, budget_bytes: None, cache: Kind::Bf16 }
+        Self { index: 0, budget_bytes: None, cache: Kind::Bf16, kernels: Kernels::Fast }
     }
 }
 
@@ -64,9 +85,12 @@ impl Default for Options {
 pub struct Engine {
     device: Arc<Device>,
     plain: Plain,
+    fast: Fast,
+    kernels: Kernels,
     weights: Option<Arc<Weights>>,
     spec: ModelSpec,
     plan: Plan,
+    groups: Vec<Group>,
     store: Store,
     vram: VramPlan,
     /// Keys and values, or latents, of each layer.
@@ -75,6 +99,7 @@ pub struct Engine {
     pages: PageTable,
     work: Workspace,
     batch: BatchBuffers,
+    decode: Decode,
     /// The batch whose keys are not yet counted.
     pending: Option<Vec<(SeqId, usize)>>,
     /// Buffers copied to the host since the last step.
@@ -105,6 +130,45 @@ struct Workspace {
     /// Queries in latent space `[T, H, Rkv + Dr]` and mixed latents `[T, H, Rkv]`.
     latent_q: Buffer,
     latent_out: Buffer,
+    /// Inputs of products in bf16, of the widest product.
+    rounded: Buffer,
+    /// Attention output, gated activations and expert activations in bf16.
+    rounded_attn: Buffer,
+    rounded_act: Buffer,
+    rounded_inner: Buffer,
+    /// Experts in use and the tokens that chose them.
+    expert_slots: Buffer,
+    num_slots: Buffer,
+    pairs: Buffer,
+    /// Partial results of decode attention.
+    partial: Buffer,
+    /// Arrival counters, zero between launches: attention, router, greedy choice.
+    counters: Buffer,
+    router_counters_at: usize,
+    argmax_counters_at: usize,
+}
+
+/// Where the kernels find a batch.
+#[derive(Clone, Copy, Debug)]
+struct View {
+    num_tok: usize,
+    num_rows: usize,
+    tokens: u64,
+    positions: u64,
+    /// Row of the page table of each token.
+    rows: u64,
+    table: u64,
+    table_stride: usize,
+    /// Tokens that get logits.
+    pick: u64,
+    /// Rotation of each token.
+    cos: u64,
+    sin: u64,
+    /// Rotation of each position; decode only.
+    cosines: u64,
+    sines: u64,
+    /// One new token a sequence, token `t` in row `t` of the page table.
+    decode: bool,
 }
 
 /// What the kernels know of a batch.
@@ -114,6 +178,8 @@ struct BatchBuffers {
     num_tok: usize,
     num_rows: usize,
     table_stride: usize,
+    /// The batch was begun as one new token a sequence.
+    decode: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -139,6 +205,8 @@ struct Widths {
     expert: usize,
     latent_q: usize,
     latent_out: usize,
+    partial: usize,
+    kv_heads: usize,
 }
 
 impl Widths {
@@ -150,9 +218,15 @@ impl Widths {
                 w.top_k = w.top_k.max(m.router.top_k);
                 w.expert = w.expert.max(m.router.top_k * m.width);
             }
-            if let Attn::Mla(a) = &layer.attn {
-                w.latent_q = w.latent_q.max(a.heads * (a.kv_rank + a.rope));
-                w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
+            match &layer.attn {
+                Attn::Mla(a) => {
+                    w.latent_q = w.latent_q.max(a.heads * (a.kv_rank + a.rope));
+                    w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
+                }
+                Attn::Gqa(a) => {
+                    w.partial = w.partial.max(a.kv_heads * 16 * (a.head_dim + 2));
+                    w.kv_heads = w.kv_heads.max(a.kv_heads);
+                }
             }
         }
         w
@@ -196,7 +270,7 @@ impl Engine {
         store: Store,
         options: Options,
     ) -> Result<Self, CudaError> {
-        let Start { device, plain, plan, vram } = start;
+        let Start { device, plain, fast, plan, vram } = start;
         let num_pages = vram.pages as usize;
         let element = if options.cache == Kind::F32 { 4 } else { 2 };
         let pool = |width: usize| Buffer::new(&device, num_pages * PAGE_TOKENS * width * element);
@@ -208,19 +282,24 @@ impl Engine {
             Attn::Mla(a) => Ok(Cache { keys: pool(a.kv_rank + a.rope)?, values: None }),
         });
         let caches = caches.collect::<Result<Vec<_>, CudaError>>()?;
-        let work = Workspace::new(&device, &plan, &spec, PLANNED_TOK, 1)?;
+        let work = Workspace::new(&device, &plan, &spec, PLANNED_TOK, DECODE_TOK)?;
+        let decode = Decode::new(&device, num_pages.min(spec.max_positions.div_ceil(PAGE_TOKENS)), spec.rope.dim / 2)?;
         let batch = BatchBuffers {
             memory: Buffer::new(&device, 1 << 16)?,
             at: [0; BatchPart::COUNT],
             num_tok: 0,
             num_rows: 0,
             table_stride: 0,
+            decode: false,
         };
         Ok(Self {
             device,
             plain,
+            fast,
+            kernels: options.kernels,
             weights,
             spec,
+            groups: fuse::fuse(&plan),
             plan,
             store,
             vram,
@@ -229,6 +308,7 @@ impl Engine {
             pages: PageTable::new(num_pages),
             work,
             batch,
+            decode,
             pending: None,
             host: Default::default(),
         })
@@ -293,8 +373,8 @@ impl Engine {
         Ok(self.device.upload(&self.work.slots[slot as usize], 0, values)?)
     }
 
-    /// Sizes the buffers for a batch, checks it against vocabulary and caches, and tells the device about it.
-    pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+    /// Checks a batch against vocabulary and caches, and makes room for its keys.
+    fn admit(&mut self, batch: &Batch) -> Result<(), EngineError> {
         let vocab = self.spec.vocab;
         if let Some((index, &token)) = batch.tokens.iter().enumerate().find(|&(_, &t)| t as usize >= vocab) {
             return Err(EngineError::Token { token, index, vocab });
@@ -308,10 +388,18 @@ impl Engine {
                 return Err(EngineError::CacheFull { capacity_tok: self.pages.capacity_tok() });
             }
         }
+        Ok(())
+    }
+
+    /// Sizes the buffers for a batch, checks it against vocabulary and caches, and tells the device about it.
+    pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        self.admit(batch)?;
+        let vocab = self.spec.vocab;
         let (num_tok, rows) = (batch.tokens.len(), batch.logit_rows());
         if num_tok > self.work.capacity_tok || rows.len() > self.work.capacity_rows {
             let (tok, rows) = (num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows));
             self.device.synchronize()?;
+            self.decode.forget_graphs();
             self.work = Workspace::new(&self.device, &self.plan, &self.spec, tok, rows)?;
         }
         self.work.row = self.plan.widths;
@@ -354,6 +442,7 @@ impl Engine {
             self.batch.memory = Buffer::new(&self.device, (4 * all.len()).next_power_of_two())?;
         }
         (self.batch.num_tok, self.batch.num_rows, self.batch.table_stride) = (num_tok, rows.len(), stride);
+        self.batch.decode = false;
         Ok(self.device.upload(&self.batch.memory, 0, &all)?)
     }
 
@@ -362,7 +451,7 @@ impl Engine {
         self.host = Default::default();
         for i in steps {
             let step = self.plan.steps[i].clone();
-            self.step(&step)?;
+            self.step(&step, &self.view())?;
             if let (Step::Route { router, layer, .. }, Some(on)) = (&step, on.as_mut()) {
                 let num_tok = self.batch.num_tok;
                 let mut logits = vec![0.0f32; num_tok * router.experts];
@@ -383,23 +472,78 @@ impl Engine {
         self.slot(Slot::Logits)
     }
 
-    /// Runs the whole plan unobserved; the logits stay on the device until they are asked for.
+    /// Runs the whole plan unobserved the fastest way there is; the logits stay on the device until they are asked for.
     pub fn pass(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        if self.is_decode(batch) {
+            return self.decode_pass(batch);
+        }
         self.begin(batch)?;
-        self.run(0..self.plan.steps.len(), None)
+        let view = self.view();
+        (0..self.groups.len()).try_for_each(|i| self.group(i, &view).map(drop))
     }
 
-    fn part(&self, part: BatchPart) -> u64 {
-        self.batch.memory.at(self.batch.at[part as usize])
+    /// The runs of steps that one block or the plain kernels take, in order.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
     }
 
-    fn pages_of_batch(&self) -> Pages {
-        Pages {
-            position: self.part(BatchPart::Positions),
-            row: self.part(BatchPart::Rows),
-            table: self.part(BatchPart::Table),
-            stride: self.batch.table_stride as i32,
-            kind: self.cache_kind,
+    /// Begins a batch of one new token a sequence for the decode kernels; false if it is none.
+    pub fn begin_decode(&mut self, batch: &Batch) -> Result<bool, EngineError> {
+        if !self.is_decode(batch) {
+            return Ok(false);
+        }
+        self.begin(batch)?;
+        let seqs: Vec<SeqId> = batch.segments.iter().map(|s| s.seq).collect();
+        let starts: Vec<u32> = batch.segments.iter().map(|s| s.start as u32).collect();
+        let context = batch.segments.iter().map(|s| s.context.max(s.start + 1)).max().unwrap_or(1);
+        self.prepare(&seqs, &batch.tokens, &starts, context)?;
+        self.rotate(&self.decode_view(seqs.len()))?;
+        self.batch.decode = true;
+        Ok(true)
+    }
+
+    /// Runs a group on a batch that [`Engine::begin`] has seen; true if fast kernels did it.
+    pub fn run_group(&mut self, index: usize) -> Result<bool, EngineError> {
+        self.host = Default::default();
+        let view = if self.batch.decode { self.decode_view(self.batch.num_tok) } else { self.view() };
+        Ok(self.group(index, &view)? == Ran::Yes)
+    }
+
+    pub(super) fn is_fast(&self) -> bool {
+        self.kernels == Kernels::Fast && self.cache_kind == Kind::Bf16
+    }
+
+    /// Runs a group, fast if it is a block that fast kernels take.
+    fn group(&mut self, index: usize, view: &View) -> Result<Ran, EngineError> {
+        let Group { steps, block } = self.groups[index].clone();
+        if let Some(block) = block.filter(|_| self.is_fast())
+            && self.block(&block, view)? == Ran::Yes
+        {
+            return Ok(Ran::Yes);
+        }
+        for i in steps {
+            let step = self.plan.steps[i].clone();
+            self.step(&step, view)?;
+        }
+        Ok(Ran::No)
+    }
+
+    fn view(&self) -> View {
+        let part = |part: BatchPart| self.batch.memory.at(self.batch.at[part as usize]);
+        View {
+            num_tok: self.batch.num_tok,
+            num_rows: self.batch.num_rows,
+            tokens: part(BatchPart::Tokens),
+            positions: part(BatchPart::Positions),
+            rows: part(BatchPart::Rows),
+            table: part(BatchPart::Table),
+            table_stride: self.batch.table_stride,
+            pick: part(BatchPart::Pick),
+            cos: part(BatchPart::Cos),
+            sin: part(BatchPart::Sin),
+            cosines: 0,
+            sines: 0,
+            decode: false,
         }
     }
 }
@@ -407,9 +551,14 @@ impl Engine {
 impl Workspace {
     fn new(device: &Arc<Device>, plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> Result<Self, CudaError> {
         let floats = |n: usize| Buffer::new(device, 4 * n);
+        let halves = |n: usize| Buffer::new(device, 2 * n);
         let w = Widths::of(spec);
         let mut slots = plan.widths.iter().map(|width| floats(tok * width)).collect::<Result<Vec<_>, _>>()?;
         slots[Slot::Logits as usize] = floats(rows * spec.vocab)?;
+        let router_counters_at = aligned(4 * DECODE_TOK * w.kv_heads);
+        let argmax_counters_at = router_counters_at + aligned(4 * (tok + 1));
+        let counters = Buffer::new(device, argmax_counters_at + 4 * DECODE_TOK)?;
+        counters.clear()?;
         Ok(Self {
             capacity_tok: tok,
             capacity_rows: rows,
@@ -421,13 +570,31 @@ impl Workspace {
             inner: floats(tok * w.expert)?,
             latent_q: floats(tok * w.latent_q)?,
             latent_out: floats(tok * w.latent_out)?,
+            rounded: halves(tok.max(rows) * Self::widest(plan))?,
+            rounded_attn: halves(tok * plan.widths[Slot::Attn as usize])?,
+            rounded_act: halves(tok * plan.widths[Slot::Gate as usize])?,
+            rounded_inner: halves(tok * w.expert)?,
+            expert_slots: Buffer::new(device, w.experts * fast::SLOT_BYTES)?,
+            num_slots: floats(1)?,
+            pairs: floats(tok * w.top_k)?,
+            partial: floats(2 * DECODE_TOK * w.partial)?,
+            counters,
+            router_counters_at,
+            argmax_counters_at,
         })
+    }
+
+    fn widest(plan: &Plan) -> usize {
+        plan.widths.iter().copied().max().unwrap_or(0)
     }
 
     fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize) -> u64 {
         let w = Widths::of(spec);
-        let row = plan.widths.iter().sum::<usize>() + w.experts + 2 * w.top_k + w.expert + w.latent_q + w.latent_out;
-        (4 * (tok * row + spec.vocab)) as u64
+        let all: usize = plan.widths.iter().sum();
+        let floats = all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out;
+        let halves = Self::widest(plan) + plan.widths[Slot::Attn as usize] + plan.widths[Slot::Gate as usize] + w.expert;
+        let decode = DECODE_TOK * (spec.vocab + 2 * w.partial);
+        (tok * (4 * floats + 2 * halves) + 4 * decode) as u64
     }
 }
 
@@ -435,6 +602,7 @@ impl Workspace {
 struct Start {
     device: Arc<Device>,
     plain: Plain,
+    fast: Fast,
     plan: Plan,
     vram: VramPlan,
 }
@@ -469,7 +637,8 @@ impl Start {
         })?;
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;
-        Ok(Self { device, plain, plan, vram })
+        let fast = Fast::load(&device)?;
+        Ok(Self { device, plain, fast, plan, vram })
     }
 }
 

@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 use std::ffi::{CString, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A kernel source, embedded.
 #[derive(Clone, Copy, Debug)]
@@ -29,9 +30,21 @@ macro_rules! source {
 }
 
 /// Files with kernels in them.
-pub const PROGRAMS: &[Source] = &[source!("plain.cu")];
+pub const PROGRAMS: &[Source] = &[
+    source!("plain.cu"),
+    source!("linear.cu"),
+    source!("router.cu"),
+    source!("moe.cu"),
+    source!("attention.cu"),
+    source!("rows.cu"),
+];
 /// Files they include.
-pub const HEADERS: &[Source] = &[];
+pub const HEADERS: &[Source] = &[
+    source!("common/base.cuh"),
+    source!("common/mma.cuh"),
+    source!("common/reduce.cuh"),
+    source!("common/routing.cuh"),
+];
 
 /// Targets that every kernel must compile for.
 pub const ARCHES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"];
@@ -75,8 +88,11 @@ pub fn compile(source: &Source, arch: &str) -> Result<Compiled, CudaError> {
     compiler()?;
     let text = |s: &str| CString::new(s).map_err(|_| CudaError::Unsupported("a kernel source holds a zero byte".into()));
     let (code, name) = (text(source.text)?, text(source.name)?);
-    let headers = HEADERS.iter().map(|h| text(h.text)).collect::<Result<Vec<_>, _>>()?;
-    let names = HEADERS.iter().map(|h| text(h.name)).collect::<Result<Vec<_>, _>>()?;
+    // Headers include each other by their bare names, which NVRTC does not resolve by folder.
+    let bare = HEADERS.iter().map(|h| (h.name.rsplit('/').next().unwrap_or(h.name), h.text));
+    let all: Vec<(&str, &str)> = HEADERS.iter().map(|h| (h.name, h.text)).chain(bare).collect();
+    let headers = all.iter().map(|h| text(h.1)).collect::<Result<Vec<_>, _>>()?;
+    let names = all.iter().map(|h| text(h.0)).collect::<Result<Vec<_>, _>>()?;
     let pointers = |v: &[CString]| v.iter().map(|s| s.as_ptr()).collect::<Vec<*const c_char>>();
     let mut program = Program(std::ptr::null_mut());
     // SAFETY: all strings end in zero and outlive the program.
@@ -199,7 +215,7 @@ impl Module {
         let text = CString::new(name).map_err(|_| CudaError::Unsupported(format!("no kernel can be named `{name}`")))?;
         // SAFETY: the module lives.
         let function = unsafe { result::module::get_function(self.module, text) }.during("find a kernel")?;
-        Ok(Function { function, module: Arc::clone(self) })
+        Ok(Function { function, module: Arc::clone(self), shared_bytes: AtomicU32::new(0) })
     }
 }
 
@@ -217,7 +233,10 @@ impl Drop for Module {
 pub(super) struct Function {
     function: sys::CUfunction,
     module: Arc<Module>,
+    /// What a block may use so far.
+    shared_bytes: AtomicU32,
 }
+
 
 // SAFETY: function handles may be used from any thread.
 unsafe impl Send for Function {}
@@ -232,12 +251,23 @@ pub(super) enum Overlap {
 }
 
 impl Function {
-    /// Lets blocks use more shared memory than the default 48 KiB.
-    pub fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
-        self.module.device.current()?;
-        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function lives.
-        unsafe { result::function::set_function_attribute(self.function, attribute, bytes as i32) }.during("size shared memory")
+    /// Lets blocks use this much shared memory.
+    fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
+        use sys::CUfunction_attribute_enum as A;
+        if self.shared_bytes.load(Ordering::Relaxed) >= bytes {
+            return Ok(());
+        }
+        let whole = sys::CUshared_carveout_enum::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32;
+        let settings = [
+            (A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32),
+            (A::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, whole),
+        ];
+        for (attribute, value) in settings {
+            // SAFETY: the function lives.
+            unsafe { result::function::set_function_attribute(self.function, attribute, value) }.during("size shared memory")?;
+        }
+        self.shared_bytes.store(bytes, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Puts the kernel behind everything already in the device's stream.
@@ -250,6 +280,7 @@ impl Function {
             return Ok(());
         }
         self.module.device.current()?;
+        self.allow_shared(grid.shared_bytes)?;
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             // SAFETY: a union of integers, for which zero is a value.

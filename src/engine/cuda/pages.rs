@@ -12,6 +12,8 @@ pub struct PageTable {
     free: Vec<u32>,
     num_pages: usize,
     sequences: HashMap<SeqId, Sequence>,
+    /// A sequence gave its pages back since the last look.
+    changed: bool,
 }
 
 #[derive(Debug, Default)]
@@ -23,7 +25,7 @@ struct Sequence {
 impl PageTable {
     /// An empty pool.
     pub fn new(num_pages: usize) -> Self {
-        Self { free: (0..num_pages as u32).rev().collect(), num_pages, sequences: HashMap::new() }
+        Self { free: (0..num_pages as u32).rev().collect(), num_pages, sequences: HashMap::new(), changed: false }
     }
 
     /// Tokens that all pages together hold.
@@ -61,10 +63,16 @@ impl PageTable {
         self.sequences.get(&seq).map_or(&[], |s| &s.pages)
     }
 
+    /// Whether any sequence was released since this was last asked, so that a name and a number of pages no longer say which.
+    pub fn changed(&mut self) -> bool {
+        std::mem::take(&mut self.changed)
+    }
+
     /// Gives the pages of a sequence back.
     pub fn release(&mut self, seq: SeqId) {
         if let Some(s) = self.sequences.remove(&seq) {
             self.free.extend(s.pages.into_iter().rev());
+            self.changed = true;
         }
     }
 }

@@ -102,6 +102,8 @@ kernels! {
         plain_random(dst: u64, n: u64, seed: u64, kind: i32, scale: f32);
         plain_fill(dst: u64, n: u64, kind: i32, value: f32);
         plain_read(sink: u64, src: u64, n: u64);
+        plain_pick(dst: u64, src: u64, src_stride: i32, pick: u64, width: i32);
+        plain_rotations(cos: u64, sin: u64, cosines: u64, sines: u64, position: u64, half: i32);
     }
 }
 
