@@ -5,8 +5,8 @@
 //! error of another.
 //!
 //! Tolerances, relative in the L2 norm: single precision sums of a few hundred terms in another order leave about 1e-6, bounded
-//! by [`EXACT`]; kernels that round activations to bf16 leave about 2^-9 / sqrt(3) = 1.1e-3 for each rounding, two or three in
-//! a row, bounded by [`ROUNDED`].
+//! by [`EXACT`]; kernels that round activations to bf16 leave up to 2^-9 = 2e-3 for each rounding, at most four of them in
+//! a row (input, queries with keys, probabilities with values, output), bounded by [`ROUNDED`].
 
 use super::cuda::{self, Kernels, Kind, Options};
 use super::{Batch, EngineError, Event, Rows, cpu};
@@ -28,7 +28,7 @@ use std::sync::Arc;
 /// Bound of kernels that compute in single precision throughout.
 pub const EXACT: f64 = 2e-5;
 /// Bound of kernels that round activations, keys or values to bf16.
-pub const ROUNDED: f64 = 5e-3;
+pub const ROUNDED: f64 = 8e-3;
 
 /// One comparison: the worst over all shapes tried.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]

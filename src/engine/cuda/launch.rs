@@ -167,8 +167,10 @@ pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Li
 /// The first half of the experts.
 pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, limits: Limits) -> Option<Grid> {
     let step = step_cols(width.bits);
-    let warps = d.div_ceil(step).div_ceil(2).clamp(1, if width.is_small() { 8 } else { 16 });
-    let shared = warps * (128 * chunk_stride(step / 4) + 1280);
+    let each = 128 * chunk_stride(step / 4) + 1280;
+    let most = (limits.block_shared_bytes / each).min(if width.is_small() { 8 } else { 16 }).max(1);
+    let warps = d.div_ceil(step).div_ceil(2).clamp(1, most);
+    let shared = warps * each;
     let grid = Grid::new([f.div_ceil(16), slots, 1], 32 * warps as u32).shared(shared);
     (shared <= limits.block_shared_bytes).then_some(grid)
 }
