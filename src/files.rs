@@ -4,7 +4,7 @@
 //! bytes mean.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, Write};
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -252,6 +252,34 @@ fn check_replaceable(target: &Path, existing: Existing) -> Result<(), FileError>
             None => Ok(()),
             Some(_) => not_ours("files of another origin"),
         },
+    }
+}
+
+/// A file without a name, gone when dropped: hidden states that do not fit in memory.
+pub struct Scratch(File);
+
+/// Creates a scratch file in the system's temporary folder.
+pub fn scratch() -> Result<Scratch, FileError> {
+    let path = std::env::temp_dir().join(format!("moe-{}", unique()));
+    let file = File::options().read(true).write(true).create_new(true).open(&path).map_err(failed("create", &path))?;
+    fs::remove_file(&path).map_err(failed("remove", &path))?;
+    Ok(Scratch(file))
+}
+
+impl Scratch {
+    /// Reads `len` bytes at `at`.
+    pub fn read_at(&self, at: u64, len: usize) -> Result<Vec<u8>, FileError> {
+        let mut bytes = vec![0; len];
+        let mut file = &self.0;
+        let read = file.seek(io::SeekFrom::Start(at)).and_then(|_| file.read_exact(&mut bytes));
+        read.map_err(failed("read", Path::new("scratch file")))?;
+        Ok(bytes)
+    }
+
+    /// Writes bytes at `at`.
+    pub fn write_at(&mut self, at: u64, bytes: &[u8]) -> Result<(), FileError> {
+        let written = self.0.seek(io::SeekFrom::Start(at)).and_then(|_| self.0.write_all(bytes));
+        written.map_err(failed("write", Path::new("scratch file")))
     }
 }
 

@@ -11,6 +11,7 @@
 #![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 pub mod artifact;
+pub mod calib;
 pub mod checkpoint;
 pub mod cli;
 pub mod command;

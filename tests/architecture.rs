@@ -40,7 +40,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
             "text",
         ],
     ),
-    ("calib", &["tensor", "ids", "model", "quant", "engine", "text"]),
+    ("calib", &["tensor", "ids", "files", "model", "quant", "artifact", "engine", "text"]),
 ];
 
 fn sources() -> Vec<(PathBuf, String)> {

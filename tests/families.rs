@@ -1,6 +1,7 @@
 //! Every family against transformers: logits, hidden states and router outputs of small random checkpoints.
 //!
-//! New families get a folder in `fixtures/reference` (its README says how it is made) and a line in [`FAMILIES`].
+//! Every folder in `fixtures/reference` and `fixtures/variants` is tested (their READMEs say how they are made); a new family
+//! gets one in the first, other settings of its config one in the second.
 //!
 //! Tolerance: both sides compute in single precision with sums of a few hundred terms in different order, which leaves about
 //! 1e-6 relative; 1e-4 is a hundred times that and a hundredth of the smallest perturbation tried below.
@@ -9,13 +10,14 @@ use moe::artifact::weights::Weights;
 use moe::command::logits::{Outputs, compute};
 use moe::engine::{Batch, Engine, Rows, cuda};
 use moe::ids::SeqId;
+use moe::model::family::FAMILIES;
 use moe::model::plan::Slot;
-use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const FAMILIES: [&str; 7] = ["deepseek_v2", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"];
 const TOLERANCE: f64 = 1e-5;
 
 struct Reference {
@@ -24,12 +26,26 @@ struct Reference {
     tensors: BTreeMap<String, Vec<f32>>,
 }
 
-fn folder(family: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
-fn reference(family: &str) -> Reference {
-    let bytes = std::fs::read(folder(family).join("reference.safetensors")).unwrap();
+fn folder(name: &str) -> PathBuf {
+    checkpoints().remove(name).unwrap()
+}
+
+/// Every checkpoint with a reference, by name; each supported family is among them.
+fn checkpoints() -> BTreeMap<String, PathBuf> {
+    let entries = ["reference", "variants"].into_iter().flat_map(|dir| std::fs::read_dir(fixtures().join(dir)).unwrap());
+    let folders = entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
+    let found: BTreeMap<String, PathBuf> =
+        folders.map(|path| (path.file_name().unwrap().to_str().unwrap().into(), path)).collect();
+    assert!(FAMILIES.iter().all(|family| found.contains_key(family.model_type)));
+    found
+}
+
+fn reference(dir: &Path) -> Reference {
+    let bytes = std::fs::read(dir.join("reference.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let ids = file.tensor("input_ids").unwrap();
     let words = |data: &[u8]| data.chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect::<Vec<f32>>();
@@ -58,37 +74,37 @@ fn worst(found: &Outputs, reference: &Reference) -> (String, f64) {
     errors.max_by(|a, b| a.1.total_cmp(&b.1)).unwrap()
 }
 
+fn all_agree(step: bool) {
+    let errors = checkpoints().into_iter().map(|(name, dir)| {
+        let reference = reference(&dir);
+        let found = compute(&mut engine(&dir), &reference.ids, reference.num_tok, step, true, true).unwrap();
+        let (tensor, e) = worst(&found, &reference);
+        println!("{name}: `{tensor}` is off by {e:.2e}");
+        (name, tensor, e)
+    });
+    let wrong: Vec<_> = errors.filter(|(.., e)| e.is_nan() || *e >= TOLERANCE).collect();
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
 #[test]
 fn whole_sequences_in_one_batch_agree() {
-    for family in FAMILIES {
-        let reference = reference(family);
-        let found = compute(&mut engine(&folder(family)), &reference.ids, reference.num_tok, false, true, true).unwrap();
-        let (name, e) = worst(&found, &reference);
-        println!("{family}: `{name}` is off by {e:.2e}");
-        assert!(e < TOLERANCE, "{family}: `{name}` is off by {e:.2e}");
-    }
+    all_agree(false);
 }
 
 #[test]
 fn token_by_token_through_the_cache_agrees() {
-    for family in FAMILIES {
-        let reference = reference(family);
-        let found = compute(&mut engine(&folder(family)), &reference.ids, reference.num_tok, true, true, true).unwrap();
-        let (name, e) = worst(&found, &reference);
-        println!("{family}: `{name}` is off by {e:.2e}");
-        assert!(e < TOLERANCE, "{family}: `{name}` is off by {e:.2e}");
-    }
+    all_agree(true);
 }
 
 #[test]
 fn a_sequence_alone_agrees_with_itself_in_a_batch() {
-    for family in FAMILIES {
-        let reference = reference(family);
+    for (name, dir) in checkpoints() {
+        let reference = reference(&dir);
         let ids = &reference.ids[reference.num_tok..];
-        let found = compute(&mut engine(&folder(family)), ids, reference.num_tok, false, false, false).unwrap();
+        let found = compute(&mut engine(&dir), ids, reference.num_tok, false, false, false).unwrap();
         let logits = &found.tensors["logits"].1;
         let e = error(logits, &reference.tensors["logits"][logits.len()..]);
-        assert!(e < TOLERANCE, "{family}: {e:.2e}");
+        assert!(e < TOLERANCE, "{name}: {e:.2e}");
     }
 }
 
@@ -102,12 +118,12 @@ fn the_gpu_agrees() {
         return;
     }
     for (cache, tolerance) in [(cuda::Kind::F32, TOLERANCE), (cuda::Kind::Bf16, 1e-2)] {
-        for family in FAMILIES {
+        for (family, dir) in checkpoints() {
             for step in [false, true] {
-                let weights = Arc::new(Weights::open(&folder(family)).unwrap());
+                let weights = Arc::new(Weights::open(&dir).unwrap());
                 let options = cuda::Options { cache, ..Default::default() };
                 let mut engine = Engine::from(cuda::Engine::open(weights, options, &mut |_, _| (), &mut |_| ()).unwrap());
-                let reference = reference(family);
+                let reference = reference(&dir);
                 let found = compute(&mut engine, &reference.ids, reference.num_tok, step, true, true).unwrap();
                 let (name, e) = worst(&found, &reference);
                 println!("{family} {cache:?} step {step}: `{name}` is off by {e:.2e}");
@@ -127,11 +143,11 @@ fn the_fast_path_agrees() {
         println!("SKIPPED: {reason}");
         return;
     }
-    for family in FAMILIES {
-        let reference = reference(family);
+    for (family, dir) in checkpoints() {
+        let reference = reference(&dir);
         let (num_tok, expected) = (reference.num_tok, &reference.tensors["logits"]);
         let num_seq = reference.ids.len() / num_tok;
-        let weights = Arc::new(Weights::open(&folder(family)).unwrap());
+        let weights = Arc::new(Weights::open(&dir).unwrap());
         let mut engine =
             Engine::from(cuda::Engine::open(weights, Default::default(), &mut |_, _| (), &mut |_| ()).unwrap());
         let vocab = engine.spec().vocab;
@@ -161,6 +177,51 @@ fn the_fast_path_agrees() {
     }
 }
 
+/// Exact, since only the place of the same numbers changes. Fails if gate and up are swapped or rows are counted from the
+/// wrong expert.
+#[test]
+fn experts_in_fused_tensors_give_the_same_bits() {
+    let reference = reference(&folder("qwen3_moe"));
+    let run = |dir: &Path| compute(&mut engine(dir), &reference.ids, reference.num_tok, false, true, true).unwrap();
+    let dir = fused_qwen3_moe();
+    let (fused, apart) = (run(dir.path()), run(&folder("qwen3_moe")));
+    let bits = |outputs: &Outputs| {
+        let values =
+            outputs.tensors.iter().map(|(name, (_, values))| (name.clone(), values.iter().map(|x| x.to_bits()).collect()));
+        values.collect::<Vec<(String, Vec<u32>)>>()
+    };
+    assert!(bits(&fused) == bits(&apart));
+}
+
+/// The qwen3_moe fixture with the experts of a layer in `gate_up_proj` `[E, 2 F, D]` and `down_proj` `[E, D, F]`.
+fn fused_qwen3_moe() -> tempfile::TempDir {
+    let source = folder("qwen3_moe");
+    let bytes = std::fs::read(source.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: BTreeMap<String, (Vec<usize>, Vec<u8>)> = BTreeMap::new();
+    let plain = file.iter().filter(|(name, _)| !name.contains(".experts."));
+    tensors.extend(plain.map(|(name, t)| (name.to_string(), (t.shape().to_vec(), t.data().to_vec()))));
+    for layer in 0.. {
+        let experts = format!("model.layers.{layer}.mlp.experts");
+        let of = |e: usize, projection: &str| file.tensor(&format!("{experts}.{e}.{projection}.weight")).ok();
+        let num_experts = (0..).take_while(|&e| of(e, "up_proj").is_some()).count();
+        if num_experts == 0 {
+            break;
+        }
+        for (fused, parts) in [("gate_up_proj", &["gate_proj", "up_proj"][..]), ("down_proj", &["down_proj"])] {
+            let views: Vec<_> =
+                (0..num_experts).flat_map(|e| parts.iter().map(move |p| (e, p))).map(|(e, p)| of(e, p).unwrap()).collect();
+            let shape = vec![num_experts, parts.len() * views[0].shape()[0], views[0].shape()[1]];
+            tensors.insert(format!("{experts}.{fused}"), (shape, views.iter().flat_map(|v| v.data().to_vec()).collect()));
+        }
+    }
+    let views = tensors.iter().map(|(name, (shape, data))| (name, TensorView::new(Dtype::BF16, shape.clone(), data).unwrap()));
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::copy(source.join("config.json"), dir.path().join("config.json")).unwrap();
+    dir
+}
+
 /// A checkpoint with one value of its files changed, in a temporary folder.
 fn changed(family: &str, config: impl Fn(&mut serde_json::Value), tensor: Option<&str>) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
@@ -183,7 +244,7 @@ fn changed(family: &str, config: impl Fn(&mut serde_json::Value), tensor: Option
 }
 
 fn trips(family: &str, what: &str, dir: &tempfile::TempDir) {
-    let reference = reference(family);
+    let reference = reference(&folder(family));
     let found = compute(&mut engine(dir.path()), &reference.ids, reference.num_tok, false, true, true).unwrap();
     let (_, e) = worst(&found, &reference);
     assert!(e > TOLERANCE, "{family}: a changed {what} goes unseen ({e:.2e})");
@@ -250,21 +311,50 @@ fn one_percent_on_any_kind_of_tensor_is_seen() {
 /// Config values that are easy to overlook must be seen too.
 #[test]
 fn a_changed_config_value_is_seen() {
-    let changes: [(&str, &str, serde_json::Value); 12] = [
-        ("deepseek_v2", "routed_scaling_factor", 1.01.into()),
-        ("deepseek_v2", "rope_theta", 10100.0.into()),
-        ("granitemoe", "attention_multiplier", 0.0404.into()),
-        ("granitemoe", "embedding_multiplier", 6.06.into()),
-        ("granitemoe", "residual_multiplier", 0.303.into()),
-        ("granitemoe", "logits_scaling", 4.04.into()),
-        ("mixtral", "sliding_window", 8.into()),
-        ("olmoe", "clip_qkv", 0.5.into()),
-        ("olmoe", "norm_topk_prob", true.into()),
-        ("phimoe", "router_jitter_noise", 0.2.into()),
-        ("qwen2_moe", "norm_topk_prob", true.into()),
-        ("qwen3_moe", "norm_topk_prob", false.into()),
+    let changes: [(&str, &str, serde_json::Value); 40] = [
+        ("deepseek_v2", "/routed_scaling_factor", 1.01.into()),
+        ("deepseek_v2", "/rope_theta", 10100.0.into()),
+        ("deepseek_v2_direct", "/rope_scaling/factor", 5.into()),
+        ("deepseek_v2_direct", "/rope_scaling/mscale", 0.8.into()),
+        ("deepseek_v2_direct", "/rope_scaling/mscale_all_dim", 0.8.into()),
+        ("deepseek_v2_groups", "/rope_scaling/beta_slow", 1.into()),
+        ("deepseek_v2_groups", "/rope_scaling/mscale", 0.8.into()),
+        ("deepseek_v2_groups", "/rope_scaling/mscale_all_dim", 0.9.into()),
+        ("deepseek_v2_groups", "/rope_scaling/original_max_position_embeddings", 4.into()),
+        ("deepseek_v2_groups", "/topk_group", 3.into()),
+        ("deepseek_v2_groups", "/topk_method", "greedy".into()),
+        ("granitemoe", "/attention_multiplier", 0.0404.into()),
+        ("granitemoe", "/embedding_multiplier", 6.06.into()),
+        ("granitemoe", "/residual_multiplier", 0.303.into()),
+        ("granitemoe", "/logits_scaling", 4.04.into()),
+        ("mixtral", "/sliding_window", 8.into()),
+        ("mixtral_window", "/rope_scaling/factor", 2.6.into()),
+        ("mixtral_window", "/sliding_window", 7.into()),
+        ("olmoe", "/clip_qkv", 0.5.into()),
+        ("olmoe", "/norm_topk_prob", true.into()),
+        ("olmoe_clip", "/clip_qkv", 0.505.into()),
+        ("olmoe_clip", "/norm_topk_prob", false.into()),
+        ("phimoe", "/router_jitter_noise", 0.2.into()),
+        ("phimoe_long", "/rope_scaling/long_factor/3", 3.1.into()),
+        ("phimoe_long", "/rope_scaling/long_mscale", 1.26.into()),
+        ("phimoe_long", "/rope_scaling/original_max_position_embeddings", 40.into()),
+        ("phimoe_short", "/rope_scaling/original_max_position_embeddings", 39.into()),
+        ("phimoe_short", "/rope_scaling/short_factor/3", 1.3.into()),
+        ("phimoe_short", "/rope_scaling/short_mscale", 1.11.into()),
+        ("phimoe_short", "/sliding_window", 13.into()),
+        ("qwen2_moe", "/norm_topk_prob", true.into()),
+        ("qwen2_moe_layer_types", "/layer_types/3", "sliding_attention".into()),
+        ("qwen2_moe_layer_types", "/norm_topk_prob", false.into()),
+        ("qwen2_moe_windows", "/max_window_layers", 2.into()),
+        ("qwen2_moe_windows", "/sliding_window", 9.into()),
+        ("qwen3_moe", "/norm_topk_prob", false.into()),
+        ("qwen3_moe_mixed", "/rope_parameters/high_freq_factor", 5.0.into()),
+        ("qwen3_moe_mixed", "/rope_parameters/low_freq_factor", 1.5.into()),
+        ("qwen3_moe_mixed", "/sliding_window", 11.into()),
+        ("qwen3_moe_yarn", "/rope_scaling/factor", 5.0.into()),
     ];
-    for (family, key, value) in changes {
-        trips(family, key, &changed(family, |config| config[key] = value.clone(), None));
+    for (name, key, value) in changes {
+        let set = |config: &mut serde_json::Value| *config.pointer_mut(key).unwrap() = value.clone();
+        trips(name, key, &changed(name, set, None));
     }
 }

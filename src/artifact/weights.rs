@@ -13,6 +13,7 @@ use crate::quant::format::{Bits, Format, Group, Packed};
 use crate::tensor::{Dtype, TensorView};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Why a directory cannot be read as a model.
 #[derive(Debug, thiserror::Error)]
@@ -107,6 +108,7 @@ pub struct Weights {
     stored: HashMap<TensorId, Stored>,
     order: Vec<(TensorId, Vec<usize>)>,
     side: Vec<String>,
+    overlay: Option<(Arc<Weights>, HashSet<TensorId>)>,
 }
 
 /// One weight in the format it is stored in; vectors have one row.
@@ -209,10 +211,16 @@ impl Weights {
             }
         }
         if problems.is_empty() {
-            Ok(Self { family, spec, stored, order, side, checkpoint })
+            Ok(Self { family, spec, stored, order, side, checkpoint, overlay: None })
         } else {
             Err(WeightsError::Tensors { dir: checkpoint.dir().to_path_buf(), family: family.model_type, problems })
         }
+    }
+
+    /// The model of `base` with the tensors `ids` taken from `other`, an artifact of the same model.
+    pub fn blend(base: &Arc<Weights>, other: &Arc<Weights>, ids: HashSet<TensorId>) -> Result<Self, WeightsError> {
+        let checkpoint = Checkpoint::open(base.checkpoint.dir())?;
+        Ok(Self { overlay: Some((Arc::clone(other), ids)), ..Self::from_checkpoint(checkpoint)? })
     }
 
     /// The files below.
@@ -272,6 +280,9 @@ impl Weights {
 
     /// Reads a weight; `None` if the model has no such tensor.
     pub fn get(&self, id: TensorId) -> Option<Weight<'_>> {
+        if let Some((other, _)) = self.overlay.as_ref().filter(|(_, ids)| ids.contains(&id)) {
+            return other.get(id);
+        }
         let tensor = |name: &str| self.checkpoint.tensor(name);
         let weight = match self.stored.get(&id)? {
             Stored::Plain { name } => {

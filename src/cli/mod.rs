@@ -2,12 +2,14 @@
 
 mod inspect;
 mod logits;
+mod measure;
 mod quantize;
 mod run;
 mod verify;
 
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
+pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
 pub use quantize::QuantizeArgs;
 pub use run::RunArgs;
 pub use verify::VerifyArgs;
@@ -40,6 +42,10 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Write a mixed-precision artifact of a 16-bit checkpoint.
     Quantize(QuantizeArgs),
+    /// Measure what quantization did: perplexity, divergence of the outputs and of every router.
+    Calibrate(CalibrateArgs),
+    /// Measure the perplexity of a model; compare it with an expectation or a baseline.
+    Perplexity(PerplexityArgs),
     /// Generate text.
     Run(RunArgs),
     /// Write logits, hidden states and router outputs for given token ids.

@@ -26,6 +26,9 @@ pub struct QuantizeArgs {
     /// Only positive scales, for readers that refuse negative ones.
     #[arg(long)]
     pub positive_scales: bool,
+    /// Largest weight file, e.g. 5GB; one larger tensor or expert makes a larger file.
+    #[arg(long, default_value = "5GB", value_name = "SIZE")]
+    pub shard_size: String,
     /// Print the plan and every problem; write nothing.
     #[arg(long)]
     pub dry_run: bool,

@@ -1,9 +1,19 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
+mod calibrate;
+mod inspect;
 pub mod logits;
+mod measure;
+mod perplexity;
+mod quantize;
 mod run;
+mod verify;
 
+use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::{Weights, WeightsError};
+use crate::artifact::writer::ArtifactError;
+use crate::calib::sets::SetError;
+use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command, Device};
 use crate::engine::cuda::vram::VramPlan;
@@ -11,12 +21,16 @@ use crate::engine::cuda::{self, CudaError, LoadError};
 use crate::engine::{Engine, EngineError};
 use crate::files::FileError;
 use crate::model::config::ConfigError;
+use crate::profile::precision::PrecisionError;
+use crate::quant::format::FormatError;
+use crate::quant::round::MethodError;
 use crate::report::{Out, bytes};
 use crate::sample::SampleError;
 use crate::text::TextError;
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,9 +77,33 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
     }
     match cli.command {
         Command::Logits(args) => logits::logits(&args, out),
+        Command::Inspect(args) => inspect::inspect(&args, out),
+        Command::Quantize(args) => quantize::quantize(&args, out),
+        Command::Calibrate(args) => calibrate::calibrate(&args, out),
+        Command::Perplexity(args) => perplexity::perplexity(&args, out),
+        Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
-        _ => anyhow::bail!("not built yet"),
     }
+}
+
+/// Installs a Ctrl-C handler and returns the question whether it was pressed; pressed twice, the process ends at once.
+fn interrupt() -> Result<impl Fn() -> bool> {
+    let pressed = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&pressed);
+    ctrlc::set_handler(move || {
+        if flag.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })?;
+    Ok(move || pressed.load(Ordering::Relaxed))
+}
+
+/// Opens a model for measuring layer by layer, which the processor does.
+fn open_model(dir: &Path, device: Device) -> Result<Arc<Weights>> {
+    if device == Device::Cuda {
+        return Err(UserError::new("this command computes layer by layer on the processor").hint("use --device cpu").into());
+    }
+    Ok(Arc::new(Weights::open(dir)?))
 }
 
 /// Opens a model on the device asked for; `auto` falls back to the processor and says why.
@@ -109,7 +147,22 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     if let Some(user) = error.chain().find_map(|e| e.downcast_ref::<UserError>()) {
         return user.hint.clone();
     }
-    first_of!(error, EngineError, CudaError, LoadError, WeightsError, CheckpointError, ConfigError, FileError, TextError).flatten()
+    first_of!(
+        error,
+        EngineError,
+        CudaError,
+        LoadError,
+        WeightsError,
+        ArtifactError,
+        ManifestError,
+        PrecisionError,
+        CheckpointError,
+        ConfigError,
+        FileError,
+        TextError,
+        SetError
+    )
+    .flatten()
 }
 
 /// The exit code of an error: wrong input, or a failure on the way.
@@ -122,6 +175,13 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.downcast_ref::<EngineError>().is_some_and(|e| !matches!(e, EngineError::Cuda(_)))
             || e.is::<TextError>()
             || e.is::<SampleError>()
+            || e.is::<PrecisionError>()
+            || e.is::<SetError>()
+            || e.is::<ProtocolError>()
+            || e.is::<FormatError>()
+            || e.is::<MethodError>()
+            || e.downcast_ref::<ArtifactError>().is_some_and(ArtifactError::is_bad_input)
+            || e.downcast_ref::<ManifestError>().is_some_and(|e| !matches!(e, ManifestError::File(_)))
     });
     let file = error.chain().find_map(|e| e.downcast_ref::<FileError>()).map(FileError::is_bad_input);
     if bad || file == Some(true) { Status::BadInput } else { Status::Failure }

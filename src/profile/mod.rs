@@ -1,1 +1,3 @@
 //! Precision profiles, hardware profiles and expert usage, as data and pure functions.
+
+pub mod precision;

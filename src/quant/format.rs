@@ -3,8 +3,8 @@
 //! `value = (code - half) * scale`, with `half` 8 or 128. Codes of a row are consecutive in little-endian 32-bit words, element
 //! 0 in the lowest bits (compressed-tensors `pack-quantized`). A scale covers `group` consecutive columns of one row.
 
-use crate::tensor::{Dtype, decode};
-use pulp::Arch;
+use crate::tensor::{Dtype, bf16_to_f32, decode};
+use multiversion::multiversion;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -200,14 +200,10 @@ impl<'a> Packed<'a> {
     /// Decodes rows `first ..` into `dst`, `[n, cols]`.
     pub fn dequantize_rows(&self, dst: &mut [f32], first: usize) {
         let mut scales = vec![0.0; self.cols / self.group];
-        let arch = Arch::new();
         for (i, row) in dst.chunks_exact_mut(self.cols).enumerate() {
             self.row_scales(first + i, &mut scales);
             let words = self.row_words(first + i);
-            arch.dispatch(|| match self.bits {
-                Bits::Four => dequantize::<4>(row, words, &scales, self.group),
-                Bits::Eight => dequantize::<8>(row, words, &scales, self.group),
-            });
+            dequantize(row, words, &scales, self.bits, self.group);
         }
     }
 }
@@ -230,8 +226,17 @@ fn codes<const BITS: usize>(out: &mut [f32; LANES], words: &[u8]) {
     }
 }
 
+/// Decodes one row.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
+fn dequantize(row: &mut [f32], words: &[u8], scales: &[f32], bits: Bits, group: usize) {
+    match bits {
+        Bits::Four => dequantize_as::<4>(row, words, scales, group),
+        Bits::Eight => dequantize_as::<8>(row, words, scales, group),
+    }
+}
+
 #[inline(always)]
-fn dequantize<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32], group: usize) {
+fn dequantize_as<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32], group: usize) {
     let half = (1 << (BITS - 1)) as f32;
     for ((x, w), &scale) in row.chunks_mut(group).zip(words.chunks(group * BITS / 8)).zip(scales) {
         let mut blocks = x.chunks_exact_mut(LANES);
@@ -252,19 +257,24 @@ fn dequantize<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32], 
 /// `dst[row - rows.start, t] = W[row] . x[t]` for `x`, `[T, cols]`, a group at a time straight from the packed words.
 pub fn dot_rows(dst: &mut [f32], w: &Packed<'_>, rows: Range<usize>, x: &[f32], num_tok: usize) {
     let mut scales = vec![0.0; w.cols / w.group];
-    let arch = Arch::new();
     for (out, row) in dst.chunks_exact_mut(num_tok).zip(rows) {
         w.row_scales(row, &mut scales);
         let words = w.row_words(row);
-        arch.dispatch(|| match w.bits {
-            Bits::Four => dot_row::<4>(out, words, &scales, w.group, x, w.cols),
-            Bits::Eight => dot_row::<8>(out, words, &scales, w.group, x, w.cols),
-        });
+        dot_row(out, words, &scales, w, x);
+    }
+}
+
+/// One row against every token.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
+fn dot_row(out: &mut [f32], words: &[u8], scales: &[f32], w: &Packed<'_>, x: &[f32]) {
+    match w.bits {
+        Bits::Four => dot_row_as::<4>(out, words, scales, w.group, x, w.cols),
+        Bits::Eight => dot_row_as::<8>(out, words, scales, w.group, x, w.cols),
     }
 }
 
 #[inline(always)]
-fn dot_row<const BITS: usize>(out: &mut [f32], words: &[u8], scales: &[f32], group: usize, x: &[f32], cols: usize) {
+fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], scales: &[f32], group: usize, x: &[f32], cols: usize) {
     let half = (1 << (BITS - 1)) as f32;
     out.fill(0.0);
     let group_bytes = group * BITS / 8;
@@ -305,16 +315,9 @@ fn tree_sum(mut acc: [f32; LANES]) -> f32 {
 /// The same for plain rows of type `F32`, `F16` or `BF16`.
 pub fn dot_rows_plain(dst: &mut [f32], dtype: Dtype, w: &[u8], cols: usize, rows: Range<usize>, x: &[f32], num_tok: usize) {
     let row_bytes = dtype.bytes(cols);
-    let arch = Arch::new();
-    let mut row_values = vec![0.0; cols];
     for (out, row) in dst.chunks_exact_mut(num_tok).zip(rows) {
         let bytes = &w[row * row_bytes..(row + 1) * row_bytes];
-        arch.dispatch(|| {
-            decode(&mut row_values, dtype, bytes);
-            for (t, out) in out.iter_mut().enumerate() {
-                *out = dot(&row_values, &x[t * cols..(t + 1) * cols]);
-            }
-        });
+        dot_row_plain(out, dtype, bytes, x, cols);
     }
 }
 
@@ -328,4 +331,24 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
         }
     }
     tree_sum(acc) + a[whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum::<f32>()
+}
+
+/// One plain row against every token; a block of it is decoded once for all of them.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
+fn dot_row_plain(out: &mut [f32], dtype: Dtype, w: &[u8], x: &[f32], cols: usize) {
+    const BLOCK: usize = 256;
+    out.fill(0.0);
+    let mut block = [0.0f32; BLOCK];
+    for (i, bytes) in w.chunks(dtype.bytes(BLOCK)).enumerate() {
+        let n = BLOCK.min(cols - i * BLOCK);
+        match dtype {
+            Dtype::BF16 => {
+                block.iter_mut().zip(bytes.chunks_exact(2)).for_each(|(d, s)| *d = bf16_to_f32(u16::from_le_bytes([s[0], s[1]])))
+            }
+            other => decode(&mut block[..n], other, bytes),
+        }
+        for (t, out) in out.iter_mut().enumerate() {
+            *out += dot(&block[..n], &x[t * cols + i * BLOCK..][..n]);
+        }
+    }
 }

@@ -6,7 +6,7 @@
 
 use super::format::{Bits, Group};
 use crate::tensor::{Dtype, encode, round_to};
-use pulp::Arch;
+use multiversion::multiversion;
 use std::fmt;
 use std::str::FromStr;
 
@@ -111,11 +111,10 @@ pub fn quantize_rows(
     assert!(cols.is_multiple_of(group) && group.is_multiple_of(how.bits.per_word()));
     assert_eq!(words.len(), src.len() * how.bits.count() / 8);
     assert_eq!(scales.len(), src.len() / group * scale_bytes);
-    let arch = Arch::new();
     let groups = src.chunks_exact(group).zip(words.chunks_exact_mut(group_bytes)).zip(scales.chunks_exact_mut(scale_bytes));
     for (g, ((x, words), scale_out)) in groups.enumerate() {
         let (row, col) = (g * group / cols, g * group % cols);
-        let absmax = arch.dispatch(|| absmax(x));
+        let absmax = absmax(x);
         if !absmax.is_finite() {
             let i = x.iter().position(|v| !v.is_finite()).unwrap_or(0);
             return Err(RoundError::NonFinite { row, col: col + i });
@@ -123,23 +122,20 @@ pub fn quantize_rows(
         let energy = energy.map(|e| &e[col..col + group]);
         let scale = match how.method {
             Method::Absmax => absmax_scale(absmax, how),
-            Method::Search => arch.dispatch(|| search(x, absmax, energy, how)),
+            Method::Search => search(x, absmax, energy, how),
         };
         if !scale.is_finite() {
             return Err(RoundError::ScaleOverflow { row, col });
         }
         encode(scale_out, how.scale_dtype, &[scale]);
-        let reduced = (how.method == Method::Absmax).then_some(how.scale_dtype);
-        arch.dispatch(|| match how.bits {
-            Bits::Four => pack::<4>(words, x, scale, reduced),
-            Bits::Eight => pack::<8>(words, x, scale, reduced),
-        });
+        let reduced = if how.method == Method::Absmax { how.scale_dtype } else { Dtype::F32 };
+        pack(words, x, scale, how.bits, reduced);
     }
     Ok(())
 }
 
 /// Largest magnitude; not finite if any value is not.
-#[inline(always)]
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
 fn absmax(x: &[f32]) -> f32 {
     const LANES: usize = 16;
     let mut most = [0.0f32; LANES];
@@ -173,7 +169,7 @@ fn epsilon(dtype: Dtype) -> f32 {
     }
 }
 
-#[inline(always)]
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
 fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32 {
     let half = how.bits.half() as f32;
     let base = absmax / (half - 0.5);
@@ -200,65 +196,87 @@ fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32
 /// Adding and subtracting this rounds to an integer, half to even, for magnitudes below 2^22.
 const ROUND: f32 = 12_582_912.0;
 
-/// Squared errors with `scale` and with `-scale`: the codes of the latter are those of the former with the range mirrored.
+/// What `scale` and `-scale` leave of a value: the codes of the latter are those of the former with the range mirrored.
+#[inline(always)]
+fn residues(v: f32, inv: f32, scale: f32, half: f32) -> (f32, f32) {
+    let q = v.mul_add(inv, ROUND) - ROUND;
+    let p = q.max(-half).min(half - 1.0);
+    let n = q.max(1.0 - half).min(half);
+    ((-p).mul_add(scale, v), (-n).mul_add(scale, v))
+}
+
+/// Squared errors of a group with `scale` and with `-scale`.
 #[inline(always)]
 fn errors(x: &[f32], scale: f32, half: f32) -> (f32, f32) {
     const LANES: usize = 32;
     let inv = 1.0 / scale;
     let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
-    let mut one = |i: usize, v: f32| {
-        let q = v.mul_add(inv, ROUND) - ROUND;
-        let p = q.max(-half).min(half - 1.0);
-        let n = q.max(1.0 - half).min(half);
-        let (p, n) = ((-p).mul_add(scale, v), (-n).mul_add(scale, v));
-        pos[i] = p.mul_add(p, pos[i]);
-        neg[i] = n.mul_add(n, neg[i]);
-    };
     let chunks = x.chunks_exact(LANES);
-    chunks.remainder().iter().enumerate().for_each(|(i, &v)| one(i, v));
+    for (i, &v) in chunks.remainder().iter().enumerate() {
+        let (p, n) = residues(v, inv, scale, half);
+        pos[i] = p * p;
+        neg[i] = n * n;
+    }
     for chunk in chunks {
-        chunk.iter().enumerate().for_each(|(i, &v)| one(i, v));
+        for ((pos, neg), &v) in pos.iter_mut().zip(&mut neg).zip(chunk) {
+            let (p, n) = residues(v, inv, scale, half);
+            *pos = p.mul_add(p, *pos);
+            *neg = n.mul_add(n, *neg);
+        }
     }
     (pos.iter().sum(), neg.iter().sum())
 }
 
+/// The same with a weight for each column.
 #[inline(always)]
 fn weighted_errors(x: &[f32], energy: &[f32], scale: f32, half: f32) -> (f32, f32) {
     const LANES: usize = 32;
     let inv = 1.0 / scale;
     let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
-    let mut one = |i: usize, v: f32, w: f32| {
-        let q = v.mul_add(inv, ROUND) - ROUND;
-        let p = q.max(-half).min(half - 1.0);
-        let n = q.max(1.0 - half).min(half);
-        let (p, n) = ((-p).mul_add(scale, v), (-n).mul_add(scale, v));
-        pos[i] = (p * w).mul_add(p, pos[i]);
-        neg[i] = (n * w).mul_add(n, neg[i]);
-    };
     let (chunks, weights) = (x.chunks_exact(LANES), energy.chunks_exact(LANES));
-    chunks.remainder().iter().zip(weights.remainder()).enumerate().for_each(|(i, (&v, &w))| one(i, v, w));
+    for (i, (&v, w)) in chunks.remainder().iter().zip(weights.remainder()).enumerate() {
+        let (p, n) = residues(v, inv, scale, half);
+        pos[i] = w * p * p;
+        neg[i] = w * n * n;
+    }
     for (chunk, weight) in chunks.zip(weights) {
-        chunk.iter().zip(weight).enumerate().for_each(|(i, (&v, &w))| one(i, v, w));
+        for (((pos, neg), &v), w) in pos.iter_mut().zip(&mut neg).zip(chunk).zip(weight) {
+            let (p, n) = residues(v, inv, scale, half);
+            *pos = (p * w).mul_add(p, *pos);
+            *neg = (n * w).mul_add(n, *neg);
+        }
     }
     (pos.iter().sum(), neg.iter().sum())
 }
 
-/// Codes of one group; `reduced` rounds the quotient to that type first, as arithmetic in it would.
+/// Code of one value; `reduced` rounds the quotient to that type first, as arithmetic in it would.
 #[inline(always)]
-fn pack<const BITS: usize>(words: &mut [u8], x: &[f32], scale: f32, reduced: Option<Dtype>) {
-    let half = (1 << (BITS - 1)) as f32;
-    let code = |v: f32| -> u8 {
-        let quotient = match reduced {
-            None | Some(Dtype::F32) => v / scale,
-            Some(dtype) => round_to(dtype, v / scale),
-        };
-        (quotient.max(-half).min(half - 1.0).round_ties_even() + half) as u8
+fn code(v: f32, scale: f32, half: f32, reduced: Dtype) -> u8 {
+    let quotient = match reduced {
+        Dtype::BF16 => bf16_round(v / scale),
+        Dtype::F16 => round_to(Dtype::F16, v / scale),
+        _ => v / scale,
     };
-    if BITS == 4 {
+    let code = (quotient.max(-half).min(half - 1.0) + ROUND) - ROUND + half;
+    code as i32 as u8
+}
+
+/// A finite value rounded to the nearest brain float, ties to even.
+#[inline(always)]
+fn bf16_round(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
+}
+
+/// Packs the codes of one group.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
+fn pack(words: &mut [u8], x: &[f32], scale: f32, bits: Bits, reduced: Dtype) {
+    let half = bits.half() as f32;
+    if bits == Bits::Four {
         for (b, v) in words.iter_mut().zip(x.chunks_exact(2)) {
-            *b = code(v[0]) | (code(v[1]) << 4);
+            *b = code(v[0], scale, half, reduced) | (code(v[1], scale, half, reduced) << 4);
         }
     } else {
-        words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v));
+        words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v, scale, half, reduced));
     }
 }

@@ -4,6 +4,8 @@
 //! error, so that a pipe carries results alone.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
+pub mod page;
+
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;

@@ -1,0 +1,74 @@
+//! Speed of rounding and of products with packed rows, bytes of the 16-bit source a second, one thread.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use moe::quant::format::{Bits, Group, Packed, dot_rows, dot_rows_plain};
+use moe::quant::round::{Method, Rounding, quantize_rows};
+use moe::tensor::{Dtype, encode};
+use std::hint::black_box;
+
+const ROWS: usize = 512;
+const COLS: usize = 2048;
+
+/// Deterministic values of a roughly normal distribution.
+fn weights() -> Vec<f32> {
+    let mut state = 1u64;
+    let mut uniform = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    (0..ROWS * COLS).map(|_| (0..4).map(|_| uniform()).sum::<f32>() * 0.03).collect()
+}
+
+fn rounding(bits: Bits, method: Method) -> Rounding {
+    Rounding { bits, group: Group::Of(128), method, scale_dtype: Dtype::BF16, positive_scales: false }
+}
+
+fn quantize(c: &mut Criterion) {
+    let src = weights();
+    let mut group = c.benchmark_group("quantize");
+    group.sample_size(20).throughput(Throughput::Bytes(2 * src.len() as u64));
+    for bits in [Bits::Four, Bits::Eight] {
+        for method in [Method::Absmax, Method::Search] {
+            let how = rounding(bits, method);
+            let (mut words, mut scales) = (vec![0; src.len() * bits.count() / 8], vec![0; src.len() / 64]);
+            group.bench_function(format!("{method} int{}:g128", bits.count()), |b| {
+                b.iter(|| quantize_rows(&mut words, &mut scales, black_box(&src), COLS, None, &how))
+            });
+        }
+    }
+}
+
+fn products(c: &mut Criterion) {
+    let src = weights();
+    let x = &weights()[..COLS];
+    let mut out = vec![0.0; ROWS];
+    let mut group = c.benchmark_group("one token, weights");
+    group.throughput(Throughput::Elements(src.len() as u64));
+    for bits in [Bits::Four, Bits::Eight] {
+        let (mut words, mut scales) = (vec![0; src.len() * bits.count() / 8], vec![0; src.len() / 64]);
+        let done = quantize_rows(&mut words, &mut scales, &src, COLS, None, &rounding(bits, Method::Absmax));
+        assert!(done.is_ok());
+        let packed =
+            Packed { bits, group: 128, rows: ROWS, cols: COLS, words: &words, scales: &scales, scale_dtype: Dtype::BF16 };
+        group.bench_function(format!("int{}:g128", bits.count()), |b| {
+            b.iter(|| dot_rows(&mut out, &packed, 0..ROWS, black_box(x), 1))
+        });
+    }
+    for dtype in [Dtype::BF16, Dtype::F32] {
+        let mut bytes = vec![0; dtype.bytes(src.len())];
+        encode(&mut bytes, dtype, &src);
+        group.bench_function(format!("{dtype}"), |b| {
+            b.iter(|| dot_rows_plain(&mut out, dtype, &bytes, COLS, 0..ROWS, black_box(x), 1))
+        });
+    }
+    group.bench_function("plain f32 loop", |b| {
+        b.iter(|| {
+            for (o, row) in out.iter_mut().zip(black_box(&src).chunks_exact(COLS)) {
+                *o = row.iter().zip(x).map(|(a, b)| a * b).sum();
+            }
+        })
+    });
+}
+
+criterion_group!(benches, quantize, products);
+criterion_main!(benches);

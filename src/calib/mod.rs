@@ -1,0 +1,6 @@
+//! Text to measure on, the protocols that cut it into windows, and what two runs over it say about each other.
+
+pub mod lockstep;
+pub mod metrics;
+pub mod sets;
+pub mod windows;
