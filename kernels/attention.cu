@@ -9,7 +9,8 @@
 // needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 2] f32; counters [T Hk] ints at zero
 //
 // Launch attention_decode_d{Dh}: grid (max_splits, Hk, T), 128 threads, shared attention_shared(Dh) =
-//   max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 2) * 4) + 16 * (Dh + 8) * 2 + 16 * Dh * 4 + 256.
+//   max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 2) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4;
+//   8 * max_splits * 16 bytes must fit the first term.
 // A block takes a run of pages, its four warps every fourth page; runs are as many as give each warp a page, at most
 // max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products.
 // The last block of a (sequence, kv head) merges.
@@ -50,34 +51,33 @@ struct AttentionArgs {
   u64 warm_bytes;
 };
 
-// one head row to f32 in shared memory: norm, clip, rotation; one warp
+// norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines
 template <int DH>
-DEV void prepare_row(float* row_sh, const float* src, const float* gain, float inv_whole, const AttentionArgs& a, int position, bool rotate) {
-  const int lane = threadIdx.x & 31;
+DEV void prepare_row(float* row_sh, const float* gain, float inv, const AttentionArgs& a, const float* angle_sh, bool rotate) {
+  const int lane = threadIdx.x & 31, half = a.rope_dim / 2;
   float f[DH / 32], sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < DH / 32; i++) f[i] = src[lane + 32 * i], sum += f[i] * f[i];
-  float inv = inv_whole;
-  if (a.norm == 1 && rotate) inv = rsqrtf(warp_sum(sum) / DH + a.eps);
+  for (int i = 0; i < DH / 32; i++) f[i] = row_sh[lane + 32 * i], sum += f[i] * f[i];
+  if (a.norm == 1) inv = rsqrtf(warp_sum(sum) * (1.f / DH) + a.eps);
 #pragma unroll
   for (int i = 0; i < DH / 32; i++) {
     if (a.norm && rotate) f[i] *= inv * gain[lane + 32 * i];
-    f[i] = fminf(fmaxf(f[i], -a.clip), a.clip);
-    row_sh[lane + 32 * i] = f[i];
+    row_sh[lane + 32 * i] = fminf(fmaxf(f[i], -a.clip), a.clip);
   }
   __syncwarp();
-  if (!rotate) return;
-  const int half = a.rope_dim / 2;
-  for (int i = lane; i < half; i += 32) {
-    const float c = a.cosines[(size_t)position * half + i], s = a.sines[(size_t)position * half + i];
-    const int p = a.interleaved ? 2 * i : i, q = a.interleaved ? 2 * i + 1 : i + half;
-    const float x = row_sh[p], y = row_sh[q];
-    row_sh[p] = x * c - y * s, row_sh[q] = y * c + x * s;
-  }
+  if (rotate)
+#pragma unroll 1
+    for (int i = lane; i < half; i += 32) {
+      const float c = angle_sh[i], s = angle_sh[half + i];
+      const int p = a.interleaved ? 2 * i : i, q = a.interleaved ? 2 * i + 1 : i + half;
+      const float x = row_sh[p], y = row_sh[q];
+      row_sh[p] = x * c - y * s, row_sh[q] = y * c + x * s;
+    }
   __syncwarp();
 }
 DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
   float sum = 0.f;
+#pragma unroll 1
   for (int i = threadIdx.x; i < n; i += blockDim.x) sum += row[i] * row[i];
   return rsqrtf(block_sum(sum, scratch_sh) / n + eps);
 }
@@ -85,102 +85,123 @@ DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
 template <int DH>
 DEV void attention_decode(const AttentionArgs& a) {
   extern __shared__ uint4 attention_sh[];
-  __shared__ float scratch_sh[32];
+  __shared__ float scratch_sh[32], angle_sh[DH];
   __shared__ int last_sh;
   const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int seq = blockIdx.z, kv = blockIdx.y, split = blockIdx.x, group = a.H / a.Hk;
   const int v_bytes = 4 * 2 * 16 * ROW * 2, merge_bytes = 4 * 16 * (DH + 2) * 4;
-  bf16* v_sh = (bf16*)attention_sh + warp * 2 * 16 * ROW;                                 // [2][16][ROW] a warp
-  float* merge_sh = (float*)attention_sh;                                                 // [4][16][DH + 2], after the pages
-  bf16* q_sh = (bf16*)((char*)attention_sh + max_int(v_bytes, merge_bytes));              // [16][ROW]
-  float* row_sh = (float*)(q_sh + 16 * ROW);                                              // [16][DH]
+  bf16* v_sh = (bf16*)attention_sh + warp * 2 * 16 * ROW;                     // [2][16][ROW] a warp
+  float* merge_sh = (float*)attention_sh;                                     // [4][16][DH + 2], after the pages
+  bf16* q_sh = (bf16*)((char*)attention_sh + max_int(v_bytes, merge_bytes));  // [16][ROW], then the new key and value
+  float* row_sh = (float*)(q_sh + 18 * ROW);                                  // [18][DH], f32 of the same
 
-  if (a.warm) {
-    const u64 block = ((u64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
-    for (u64 i = (block * blockDim.x + threadIdx.x) * 128; i < a.warm_bytes; i += blocks * blockDim.x * 128) prefetch_l2((const char*)a.warm + i);
-  }
-  dependency_wait();
-  dependents_launch();
+  // Positions, page table and all keys but the newest were there before this step.
   const int position = a.positions[seq];
   const int begin = a.window ? max_int(position + 1 - a.window, 0) : 0;
-  const int first_page = begin / PAGE, num_pages = position / PAGE + 1 - first_page;
-  const int splits = min_int(a.max_splits, div_up(num_pages, 4));
-  if (split >= splits) return;
-  const int page_begin = first_page + (int)((long long)num_pages * split / splits), page_end = first_page + (int)((long long)num_pages * (split + 1) / splits);
+  const int first_page = begin / PAGE, last_page = position / PAGE, num_pages = last_page + 1 - first_page;
+  const int splits = min_int(a.max_splits, (num_pages + 3) / 4);
+  if (split >= splits) {
+    dependency_wait();
+    dependents_launch();
+    return;
+  }
+  const int page_begin = first_page + num_pages * split / splits, page_end = first_page + num_pages * (split + 1) / splits;
   const int* table = a.page_table + (size_t)seq * a.max_pages;
-
-  float q_inv = 1.f, k_inv = 1.f;
-  if (a.norm == 2) {
-    q_inv = whole_inverse(a.q + (size_t)seq * a.q_stride, a.H * DH, a.eps, scratch_sh);
-    k_inv = whole_inverse(a.k + (size_t)seq * a.k_stride, a.Hk * DH, a.eps, scratch_sh);
-  }
-  for (int h = warp; h < 16; h += 4) {
-    float* row = row_sh + h * DH;
-    const int head = kv * group + h;
-    if (h < group) prepare_row<DH>(row, a.q + (size_t)seq * a.q_stride + head * DH, a.q_gain + (a.norm == 2 ? head * DH : 0), q_inv, a, position, true);
-    for (int i = lane; i < DH; i += 32) q_sh[h * ROW + i] = h < group ? to_bf16(row[i]) : (bf16)0;
-  }
-  if (split == splits - 1) {
-    __syncthreads();
-    const size_t at = (((size_t)table[position / PAGE] * a.Hk + kv) * PAGE + position % PAGE) * DH;
-    if (warp < 2) {
-      float* row = row_sh + warp * DH;
-      if (warp == 0)
-        prepare_row<DH>(row, a.k + (size_t)seq * a.k_stride + kv * DH, a.k_gain + (a.norm == 2 ? kv * DH : 0), k_inv, a, position, true);
-      else
-        prepare_row<DH>(row, a.v + (size_t)seq * a.v_stride + kv * DH, 0, 1.f, a, position, false);
-      bf16* page = (warp == 0 ? a.k_pages : a.v_pages) + at;
-      for (int i = lane; i < DH; i += 32) page[i] = to_bf16(row[i]);
-    }
-    __threadfence_block();
-  }
-  __syncthreads();
-
+  uint4 key[2][BLOCKS];
   uint4 q_lo[BLOCKS], q_hi[BLOCKS];
-#pragma unroll
-  for (int b = 0; b < BLOCKS; b++) {
-    q_lo[b] = *(const uint4*)(q_sh + g * ROW + b * 32 + t * 8);
-    q_hi[b] = *(const uint4*)(q_sh + (g + 8) * ROW + b * 32 + t * 8);
-  }
-  const float to_exp2 = a.scale * 1.4426950408889634f;
   float o[TILES][4], top[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-
-  auto fetch_v = [&](int page, int buffer) {
-    const bf16* src = a.v_pages + ((size_t)table[page] * a.Hk + kv) * PAGE * DH;
-#pragma unroll
-    for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
-      const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
-      copy_async_16(v_sh + (buffer * 16 + r) * ROW + col * 8, src + r * DH + col * 8);
-    }
-    copy_async_commit();
-  };
-  uint4 key[2][BLOCKS];
-  auto fetch_k = [&](int page) {
-    const bf16* src = a.k_pages + ((size_t)table[page] * a.Hk + kv) * PAGE * DH;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(src + (g + 8 * i) * DH + b * 32 + t * 8);
-  };
-  int buffer = 0;
-  if (page_begin + warp < page_end) fetch_v(page_begin + warp, 0), fetch_k(page_begin + warp);
-  for (int page = page_begin + warp; page < page_end; page += 4, buffer ^= 1) {
+  const float to_exp2 = a.scale * 1.4426950408889634f;
+  int page = page_begin + warp, buffer = 0;
+  bool first = true;
+  // scores of a page, request for the next one, then softmax and values; before the first page everything about q
+#pragma unroll 1
+  while (first || page < page_end) {
     float s[2][4];
+    if (!first) {
+      if (page == last_page) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+        for (int i = 0; i < 2; i++)
+          if (g + 8 * i == position % PAGE)
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        const u32 lo[4] = {q_lo[b].x, q_hi[b].x, q_lo[b].y, q_hi[b].y}, hi[4] = {q_lo[b].z, q_hi[b].z, q_lo[b].w, q_hi[b].w};
-        mma_16x8x16(s[i], lo, key[i][b].x, key[i][b].y);
-        mma_16x8x16(s[i], hi, key[i][b].z, key[i][b].w);
+            for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(q_sh + 16 * ROW + b * 32 + t * 8);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          const u32 lo[4] = {q_lo[b].x, q_hi[b].x, q_lo[b].y, q_hi[b].y}, hi[4] = {q_lo[b].z, q_hi[b].z, q_lo[b].w, q_hi[b].w};
+          mma_16x8x16(s[i], lo, key[i][b].x, key[i][b].y);
+          mma_16x8x16(s[i], hi, key[i][b].z, key[i][b].w);
+        }
       }
     }
-    const bool more = page + 4 < page_end;
-    if (more) fetch_v(page + 4, buffer ^ 1), fetch_k(page + 4);
+    const int next = first ? page : page + 4;
+    const bool more = next < page_end;
+    if (more) {
+      const size_t at = ((size_t)table[next] * a.Hk + kv) * PAGE * DH;
+      bf16* v_next = v_sh + (first ? 0 : buffer ^ 1) * 16 * ROW;
+#pragma unroll
+      for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
+        const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
+        copy_async_16(v_next + r * ROW + col * 8, a.v_pages + at + r * DH + col * 8);
+      }
+      copy_async_commit();
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(a.k_pages + at + (g + 8 * i) * DH + b * 32 + t * 8);
+    }
+    if (first) {
+      first = false;
+      const int half = a.rope_dim / 2;
+      for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x)
+        angle_sh[i] = i < half ? a.cosines[(size_t)position * half + i] : a.sines[(size_t)position * half + i - half];
+      if (a.norm == 1 && threadIdx.x < DH / 32) prefetch_l2(a.q_gain + threadIdx.x * 32), prefetch_l2(a.k_gain + threadIdx.x * 32);
+      if (a.warm) {
+        const u64 block = ((u64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
+#pragma unroll 1
+        for (u64 i = (block * blockDim.x + threadIdx.x) * 128; i < a.warm_bytes; i += blocks * blockDim.x * 128) prefetch_l2((const char*)a.warm + i);
+      }
+      dependency_wait();
+      dependents_launch();
+      const bool newest = split == splits - 1;
+      const float *q_row = a.q + (size_t)seq * a.q_stride, *k_row = a.k + (size_t)seq * a.k_stride;
+      float q_inv = 1.f, k_inv = 1.f;
+      if (a.norm == 2) {
+        q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh);
+        k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh);
+      }
+      for (int i = threadIdx.x * 4; i < group * DH; i += blockDim.x * 4) *(float4*)(row_sh + i) = *(const float4*)(q_row + kv * group * DH + i);
+      if (newest && warp < 2)
+        for (int d = lane * 4; d < DH; d += 128)
+          *(float4*)(row_sh + (16 + warp) * DH + d) = *(const float4*)((warp == 0 ? k_row : a.v + (size_t)seq * a.v_stride) + kv * DH + d);
+      __syncthreads();
+      const int rows = newest ? 18 : 16;
+#pragma unroll 1
+      for (int h = warp; h < rows; h += 4) {
+        float* row = row_sh + h * DH;
+        const bool used = h < group || h >= 16, is_q = h < 16;
+        if (used) prepare_row<DH>(row, is_q ? a.q_gain + (a.norm == 2 ? (kv * group + h) * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0), is_q ? q_inv : k_inv, a, angle_sh, h != 17);
+#pragma unroll
+        for (int i = 0; i < DH / 32; i++) q_sh[h * ROW + lane + 32 * i] = used ? to_bf16(row[lane + 32 * i]) : (bf16)0;
+        if (!is_q) {
+          bf16* dst = (h == 16 ? a.k_pages : a.v_pages) + (((size_t)table[last_page] * a.Hk + kv) * PAGE + position % PAGE) * DH;
+#pragma unroll
+          for (int i = 0; i < DH / 32; i++) dst[lane + 32 * i] = to_bf16(row[lane + 32 * i]);
+        }
+      }
+      __syncthreads();
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        q_lo[b] = *(const uint4*)(q_sh + g * ROW + b * 32 + t * 8);
+        q_hi[b] = *(const uint4*)(q_sh + (g + 8) * ROW + b * 32 + t * 8);
+      }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -194,9 +215,9 @@ DEV void attention_decode(const AttentionArgs& a) {
       float m = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now, keep = exp2f(top[r] - base);
+      const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now, keep = exp2_fast(top[r] - base);
       top[r] = now;
-      const float e0 = exp2f(s[0][2 * r] - base), e1 = exp2f(s[0][2 * r + 1] - base), e2 = exp2f(s[1][2 * r] - base), e3 = exp2f(s[1][2 * r + 1] - base);
+      const float e0 = exp2_fast(s[0][2 * r] - base), e1 = exp2_fast(s[0][2 * r + 1] - base), e2 = exp2_fast(s[1][2 * r] - base), e3 = exp2_fast(s[1][2 * r + 1] - base);
       sum[r] = sum[r] * keep + e0 + e1 + e2 + e3;
       p[r] = bf16_pair(e0, e1), p[2 + r] = bf16_pair(e2, e3);
 #pragma unroll
@@ -207,6 +228,14 @@ DEV void attention_decode(const AttentionArgs& a) {
     else
       copy_async_wait<0>();
     __syncwarp();
+    if (page == last_page) {
+      // what a page holds past its end may be anything, and 0 * NaN is NaN
+#pragma unroll 1
+      for (int r = position % PAGE; r < PAGE; r++)
+#pragma unroll
+        for (int i = 0; i < DH / 32; i++) v_sh[(buffer * 16 + r) * ROW + lane + 32 * i] = r == position % PAGE ? q_sh[17 * ROW + lane + 32 * i] : (bf16)0;
+      __syncwarp();
+    }
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) {
       u32 b[4];
@@ -215,6 +244,7 @@ DEV void attention_decode(const AttentionArgs& a) {
       mma_16x8x16(o[n + 1], p, b[2], b[3]);
     }
     __syncwarp();
+    page = next, buffer ^= 1;
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -234,6 +264,7 @@ DEV void attention_decode(const AttentionArgs& a) {
   __syncthreads();
   bf16* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
   float* part = a.partial + ((size_t)seq * a.Hk + kv) * a.max_splits * 16 * stride;
+#pragma unroll 1
   for (int i = threadIdx.x; i < group * DH; i += blockDim.x) {
     const int h = i / DH, d = i % DH;
     float best = -INFINITY_F, total = 0.f, value = 0.f;
@@ -242,7 +273,7 @@ DEV void attention_decode(const AttentionArgs& a) {
 #pragma unroll
     for (int w = 0; w < 4; w++) {
       const float* row = merge_sh + (w * 16 + h) * stride;
-      const float f = exp2f(row[DH] - best);
+      const float f = exp2_fast(row[DH] - best);
       total += f * row[DH + 1], value += f * row[d];
     }
     if (splits == 1) {
@@ -254,14 +285,30 @@ DEV void attention_decode(const AttentionArgs& a) {
     }
   }
   if (splits == 1 || !arrives_last(a.counters + seq * a.Hk + kv, splits, &last_sh)) return;
+  // factor and sum of each split and head first, then rows with every load of eight splits in flight
+  float* factor_sh = (float*)attention_sh;  // [splits][16]
+  for (int i = threadIdx.x; i < splits * group; i += blockDim.x) {
+    const float* row = part + (i / group * 16 + i % group) * stride;
+    factor_sh[2 * i] = load_f32_l2(row + DH), factor_sh[2 * i + 1] = load_f32_l2(row + DH + 1);
+  }
+  __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < group * DH; i += blockDim.x) {
     const int h = i / DH, d = i % DH;
     float best = -INFINITY_F, total = 0.f, value = 0.f;
-    for (int s = 0; s < splits; s++) {
-      const float* row = part + (s * 16 + h) * stride;
-      const float now = load_f32_l2(row + DH), x = load_f32_l2(row + d), l = load_f32_l2(row + DH + 1);
-      const float next = fmaxf(best, now), keep = exp2f(best - next), f = exp2f(now - next);
-      total = total * keep + f * l, value = value * keep + f * x, best = next;
+#pragma unroll 4
+    for (int s = 0; s < splits; s++) best = fmaxf(best, factor_sh[2 * (s * group + h)]);
+#pragma unroll 1
+    for (int s0 = 0; s0 < splits; s0 += 8) {
+      float x[8];
+#pragma unroll
+      for (int s = 0; s < 8; s++) x[s] = s0 + s < splits ? load_f32_l2(part + ((s0 + s) * 16 + h) * stride + d) : 0.f;
+#pragma unroll
+      for (int s = 0; s < 8; s++) {
+        if (s0 + s >= splits) break;
+        const float f = exp2_fast(factor_sh[2 * ((s0 + s) * group + h)] - best);
+        total += f * factor_sh[2 * ((s0 + s) * group + h) + 1], value += f * x[s];
+      }
     }
     out[a.nibble_order ? nibble_position(i) : i] = to_bf16(value / total);
   }

@@ -6,15 +6,17 @@
 // y      [T, R] f32 or bf16 with a row stride; bias [R] f32; add [T, R] f32 with the stride of y; y may be add
 // needs  K % 32 == 0; any R; accumulation f32
 //
-// Instances linear_w{4,8,16}[_g64,_g32]_{s,n1,n2,n4}: `s` normalises x into shared memory itself, T <= 8; `nN` reads x as bf16
-// from memory, T <= 8 N a pass, any T; for w4 that x lies in nibble order (norm_rows, order = 1). A group of at least a step
-// (128 k for w4, 64 for w8) needs no suffix.
+// Instances linear_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c,w16}_{s,r,n1,n2,n4}; no suffix: G = 128, c: one scale a row.
+//   s: x f32 or bf16 in natural order, any norm, into shared memory, T <= 8;  r: the same for f32 with RMSNorm alone
+//   nN: x bf16 as it is (for w4 in nibble order), no norm, 8 N tokens a pass, any T
 // Launch: one block walks tiles of 16 rows, grid = min(tiles, what fits); its warps split K, four steps each where they can:
-//   threads = 32 * clamp(ceil(K / step / 4), 1, 16; n2 and n4: 8);  shared = 4 * warps * 8 N * 20 + 4 * 8 * warps + (s: 16 * T * ((ceil(K, step) / 8 | 7) + 5))
+//   step = 128 k for w4, 64 for w8, 32 for w16;  chunks = step / 2 for nN, ceil(K / (4 step)) * step / 2 for s
+//   threads = 32 * warps, warps = clamp(ceil(K / step / 4), 1, 16; n2, n4, w4_g64, w4_g32, w8_g32: 8)
+//   shared = 4 * max(8 warps, 32) + 1280 * warps * N + 16 * ((chunks | 7) + 5) * (s: T; nN: 8 N warps), N = 1 for s
 //
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 2 R K 8 N on tensor cores, 13 (w4) or 8 (w8)
 // instructions a word and lane to unpack. Source: mma fragment order, prototypes; activations are permuted, never weights.
-#include "common/mma.cuh"
+#include "common/tile.cuh"
 #include "common/reduce.cuh"
 
 struct LinearMatrix {
@@ -36,193 +38,193 @@ struct LinearArgs {
   int num_matrices;
   int T, K, G;
   int x_stride;        // elements
-  int x_is_f32;        // `s` only
-  int norm;            // `s` only: 0 none, 1 RMS, 2 Layer
+  int x_is_f32;        // `s`
+  int norm;            // `s`: 0 none, 1 RMS, 2 Layer
   float eps;
 };
 
 static const int STEPS = 4;  // 16-byte loads of a row that a lane keeps in flight
 
-template <int BITS, int SUB>
-struct LinearWeights {
-  uint4 lo[STEPS], hi[STEPS];
-  StepScales<SUB> s[STEPS];
-};
-
-template <int BITS>
-DEV int linear_row_chunks(int K) { return ((div_up(K, Codes<BITS>::STEP_K) * 4 * Codes<BITS>::CHUNKS) | 7) + 5; }
-
-template <int BITS, int SUB>
-DEV void linear_load(LinearWeights<BITS, SUB>& w, const LinearArgs& a, int tile, int round) {
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  int i = 0;
-  while (i + 1 < a.num_matrices && tile >= div_up(a.m[i].rows, 16)) tile -= div_up(a.m[i].rows, 16), i++;
-  const LinearMatrix& m = a.m[i];
-  const int r_lo = min_int(tile * 16 + g, m.rows - 1), r_hi = min_int(tile * 16 + g + 8, m.rows - 1);
-  const size_t row_bytes = (size_t)a.K * BITS / 8;
-  const char *p_lo = (const char*)m.packed + r_lo * row_bytes, *p_hi = (const char*)m.packed + r_hi * row_bytes;
-  const int groups = BITS == 16 ? 0 : a.K / a.G;
-  const bf16 *s_lo = m.scale + (size_t)r_lo * groups, *s_hi = m.scale + (size_t)r_hi * groups;
-#pragma unroll
-  for (int c = 0; c < STEPS; c++) {
-    const int k = ((round * warps + warp) * STEPS + c) * Codes<BITS>::STEP_K, mine = k + t * Codes<BITS>::LANE_K;
-    if (mine < a.K) {
-      w.lo[c] = load_streaming(p_lo + (size_t)mine * BITS / 8);
-      w.hi[c] = load_streaming(p_hi + (size_t)mine * BITS / 8);
-    } else {
-      w.lo[c] = w.hi[c] = make_uint4(0, 0, 0, 0);
-    }
-    load_scales<BITS, SUB>(w.s[c], s_lo, s_hi, k, a.K, BITS == 16 ? 1 : a.G);
-  }
-}
-
-// x of all tokens as bf16 chunks in the order of the products; with RMSNorm the factor 1 / rms is left to the epilogue
-template <int BITS>
+// x of all tokens as bf16 chunks in the order of the products; with RMSNorm the factor 1 / rms is left to the epilogue.
+// RMS: x f32 with RMSNorm, nothing else.
+template <int BITS, bool RMS>
 DEV void linear_stage(uint4* x_sh, float* square_sh, const LinearArgs& a) {
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31;
-  const int stride = linear_row_chunks<BITS>(a.K), chunks = div_up(a.K, Codes<BITS>::STEP_K) * 4 * Codes<BITS>::CHUNKS;
+  const int chunks = div_up(a.K, Codes<BITS>::STEP_K * STEPS) * STEPS * 4 * Codes<BITS>::CHUNKS, stride = chunk_stride(chunks);
+  const bool is_f32 = RMS || a.x_is_f32;
+  const int norm = RMS ? 1 : a.norm;
+#pragma unroll 1
   for (int n = 0; n < a.T; n++) {
     float mean = 0.f, inv = 1.f, square = 0.f;
     const float* xf = (const float*)a.x + (size_t)n * a.x_stride;
     const bf16* xb = (const bf16*)a.x + (size_t)n * a.x_stride;
-    if (a.norm == 2) {
+    if (norm == 2) {
       float sum = 0.f, var = 0.f;
-      for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += a.x_is_f32 ? xf[k] : to_f32(xb[k]);
+#pragma unroll 1
+      for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += is_f32 ? xf[k] : to_f32(xb[k]);
       mean = block_sum(sum, square_sh) / a.K;
+#pragma unroll 1
       for (int k = threadIdx.x; k < a.K; k += blockDim.x) {
-        const float d = (a.x_is_f32 ? xf[k] : to_f32(xb[k])) - mean;
+        const float d = (is_f32 ? xf[k] : to_f32(xb[k])) - mean;
         var += d * d;
       }
       inv = rsqrtf(block_sum(var, square_sh) / a.K + a.eps);
     }
+#pragma unroll 1
     for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
       uint4 v = make_uint4(0, 0, 0, 0);
       if (c * 8 < a.K) {
-        if (a.norm == 0 && !a.x_is_f32) {
+        if (norm == 0 && !is_f32) {
           v = load_v4(xb + c * 8);
         } else {
-          float f[8];
-          if (a.x_is_f32) {
-            const float4 p = *(const float4*)(xf + c * 8), q = *(const float4*)(xf + c * 8 + 4);
-            f[0] = p.x, f[1] = p.y, f[2] = p.z, f[3] = p.w, f[4] = q.x, f[5] = q.y, f[6] = q.z, f[7] = q.w;
+          float f[8], gain[8];
+          if (norm) *(float4*)gain = *(const float4*)(a.gain + c * 8), *(float4*)(gain + 4) = *(const float4*)(a.gain + c * 8 + 4);
+          if (is_f32) {
+            *(float4*)f = *(const float4*)(xf + c * 8), *(float4*)(f + 4) = *(const float4*)(xf + c * 8 + 4);
           } else {
             const uint4 p = load_v4(xb + c * 8);
 #pragma unroll
             for (int i = 0; i < 4; i++) f[2 * i] = bf16_lo(word_at(p, i)), f[2 * i + 1] = bf16_hi(word_at(p, i));
           }
-          if (a.norm != 0) {
-            float gain[8];
-            *(float4*)gain = *(const float4*)(a.gain + c * 8), *(float4*)(gain + 4) = *(const float4*)(a.gain + c * 8 + 4);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-              if (a.norm == 1) square += f[i] * f[i];
-              f[i] = a.norm == 1 ? f[i] * gain[i] : (f[i] - mean) * inv * gain[i] + a.shift[c * 8 + i];
-            }
+          for (int i = 0; i < 8; i++) {
+            if (norm == 1) square += f[i] * f[i], f[i] *= gain[i];
+            if (norm == 2) f[i] = (f[i] - mean) * inv * gain[i] + a.shift[c * 8 + i];
           }
           v = make_uint4(bf16_pair(f[0], f[1]), bf16_pair(f[2], f[3]), bf16_pair(f[4], f[5]), bf16_pair(f[6], f[7]));
         }
         if (BITS == 4) v = nibble_chunk(v);
       }
-      const int per = 4 * Codes<BITS>::CHUNKS, in = c % per;
-      x_sh[n * stride + (c - in) + (in % Codes<BITS>::CHUNKS) * 4 + in / Codes<BITS>::CHUNKS] = v;
+      x_sh[n * stride + chunk_place<BITS>(c)] = v;
     }
-    if (a.norm == 1) {
+    if (norm == 1) {
       square = warp_sum(square);
       if (lane == 0) square_sh[n * warps + warp] = square;
     }
-    if (a.norm == 2) __syncthreads();
+    if (norm == 2) __syncthreads();
   }
   __syncthreads();
 }
 
-template <int BITS, int SUB, int NT, bool STAGED>
+static const int STAGE_NONE = 0, STAGE_ANY = 1, STAGE_RMS = 2;
+
+// Items are (tile, pass of 8 NT tokens, round of k), innermost last; the weights of the next item are requested before the
+// sums of the last one are finished, so that there is always something in flight.
+template <int BITS, int G, int NT, int STAGE>
 DEV void linear_tiles(const LinearArgs& a) {
   extern __shared__ float linear_sh[];
   typedef Codes<BITS> C;
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  float* square_sh = linear_sh;                              // [8][warps], at least 32
-  float* partial_sh = square_sh + max_int(8 * warps, 32);    // [warps][8 NT][20]
-  uint4* x_sh = (uint4*)(partial_sh + warps * 8 * NT * PARTIAL_STRIDE);
-  int total = 0;
-  for (int i = 0; i < a.num_matrices; i++) total += div_up(a.m[i].rows, 16);
-  const int rounds = div_up(a.K, C::STEP_K * STEPS * warps), x_chunks = STAGED ? linear_row_chunks<BITS>(a.K) : 0;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2;
+  const int part = warps * 8 * NT * PARTIAL_STRIDE, own_chunks = STEPS * 4 * C::CHUNKS;
+  float* square_sh = linear_sh;                            // [8][warps], at least 32
+  float* partial_sh = square_sh + max_int(8 * warps, 32);  // [2][warps][8 NT][20]
+  uint4* x_sh = (uint4*)(partial_sh + 2 * part);
+  const int steps = div_up(a.K, C::STEP_K), rounds = div_up(steps, STEPS * warps), passes = div_up(a.T, 8 * NT);
+  const int x_stride = chunk_stride(STAGE ? div_up(steps, STEPS) * own_chunks : own_chunks);
+  if (!STAGE) x_sh += warp * 8 * NT * x_stride;
+  const int tiles0 = (a.m[0].rows + 15) / 16, tiles1 = a.num_matrices > 1 ? (a.m[1].rows + 15) / 16 : 0, tiles2 = a.num_matrices > 2 ? (a.m[2].rows + 15) / 16 : 0;
+  const int total = tiles0 + tiles1 + tiles2;
 
-  LinearWeights<BITS, SUB> w;
-  int tile = blockIdx.x;
-  if (tile < total) linear_load<BITS, SUB>(w, a, tile, 0);
-  dependency_wait();
-  dependents_launch();
-  if (STAGED) linear_stage<BITS>(x_sh, square_sh, a);
-
-  for (; tile < total; tile += gridDim.x) {
-    int first = 0, row_tile = tile;
-    while (first + 1 < a.num_matrices && row_tile >= div_up(a.m[first].rows, 16)) row_tile -= div_up(a.m[first].rows, 16), first++;
-    const LinearMatrix& m = a.m[first];
-    for (int t0 = 0; t0 < a.T; t0 += 8 * NT) {
-      float acc[NT][4];
-#pragma unroll
-      for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-      for (int round = 0; round < rounds; round++) {
-        if (round > 0 || (t0 > 0 && rounds > 1)) linear_load<BITS, SUB>(w, a, tile, round);
-#pragma unroll
-        for (int c = 0; c < STEPS; c++) {
-          const int step = (round * warps + warp) * STEPS + c, mine = step * C::STEP_K + t * C::LANE_K;
-          if (step * C::STEP_K >= a.K) break;
-          uint4 x[NT][C::CHUNKS];
-#pragma unroll
-          for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < C::CHUNKS; i++) {
-              const int token = t0 + n * 8 + g;
-              x[n][i] = make_uint4(0, 0, 0, 0);
-              if (token < a.T) {
-                if (STAGED)
-                  x[n][i] = x_sh[token * x_chunks + step * 4 * C::CHUNKS + i * 4 + t];
-                else if (mine < a.K)
-                  x[n][i] = load_v4((const bf16*)a.x + (size_t)token * a.x_stride + mine + i * 8);
-              }
-            }
-          step_products<BITS, SUB, NT>(acc, w.lo[c], w.hi[c], w.s[c], x);
+  RowTile<BITS, G, STEPS> w;
+  float acc[NT][4];
+  int tile = blockIdx.x, pass = 0, round = 0, in_sh = -1, parity = 0;
+  int last_matrix = 0, last_row = 0, last_token = 0;  // of the sums in partial_sh
+  bool summed = false, first = true;
+  while (true) {
+    int matrix = 0, row = tile;
+    if (row >= tiles0) row -= tiles0, matrix = 1;
+    if (matrix == 1 && row >= tiles1) row -= tiles1, matrix = 2;
+    row *= 16;
+    const bool more = tile < total;
+    const int step = (round * warps + warp) * STEPS;
+    if (more && (rounds > 1 || pass == 0)) load_tile<BITS, G, STEPS>(w, a.m[matrix].packed, a.m[matrix].scale, row, a.m[matrix].rows, a.K, step);
+    if (first) {
+      first = false;
+      if (STAGE && (STAGE == STAGE_RMS || a.norm) && (int)threadIdx.x * 32 < a.K) prefetch_l2(a.gain + threadIdx.x * 32);
+      dependency_wait();
+      dependents_launch();
+      if (STAGE) linear_stage<BITS, STAGE == STAGE_RMS>(x_sh, square_sh, a);
+    }
+    if (summed) {
+      const LinearMatrix& m = a.m[last_matrix];
+      const float* from = partial_sh + (parity ^ 1) * part;
+      // two threads an output, each half of the warps
+      for (int i = threadIdx.x; i < 32 * min_int(a.T - last_token, 8 * NT); i += blockDim.x) {
+        const int r = (i >> 1) & 15, n = i >> 5, out_row = last_row + r;
+        float sum = 0.f, square = 0.f;
+#pragma unroll 4
+        for (int k = i & 1; k < warps; k += 2) {
+          sum += from[(k * 8 * NT + n) * PARTIAL_STRIDE + r];
+          if (STAGE == STAGE_RMS || STAGE == STAGE_ANY) square += square_sh[n * warps + k];
         }
-      }
-      store_partial<NT>(partial_sh + warp * 8 * NT * PARTIAL_STRIDE, acc);
-      if (t0 + 8 * NT >= a.T && tile + (int)gridDim.x < total) linear_load<BITS, SUB>(w, a, tile + gridDim.x, 0);
-      __syncthreads();
-      for (int i = threadIdx.x; i < 16 * min_int(a.T - t0, 8 * NT); i += blockDim.x) {
-        const int r = i & 15, n = i >> 4, row = row_tile * 16 + r;
-        if (row >= m.rows) continue;
-        float sum = 0.f;
-        for (int k = 0; k < warps; k++) sum += partial_sh[(k * 8 * NT + n) * PARTIAL_STRIDE + r];
-        if (STAGED && a.norm == 1) {
-          float square = 0.f;
-          for (int k = 0; k < warps; k++) square += square_sh[n * warps + k];
-          sum *= rsqrtf(square / a.K + a.eps);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        if (STAGE == STAGE_RMS || (STAGE == STAGE_ANY && a.norm == 1)) {
+          square += __shfl_xor_sync(0xffffffffu, square, 1);
+          sum *= rsqrtf(square * (1.f / a.K) + a.eps);
         }
-        if (m.bias) sum += m.bias[row];
+        if ((i & 1) || out_row >= m.rows) continue;
+        if (m.bias) sum += m.bias[out_row];
         sum *= m.out_scale;
-        const size_t at = (size_t)(t0 + n) * m.out_stride + row;
+        const size_t at = (size_t)(last_token + n) * m.out_stride + out_row;
         if (m.add) sum += m.add[at];
         if (m.out_is_bf16)
           ((bf16*)m.out)[at] = to_bf16(sum);
         else
           ((float*)m.out)[at] = sum;
       }
+      summed = false;
+    }
+    if (!more) break;
+
+    const int t0 = pass * 8 * NT;
+    if (!STAGE && in_sh != pass * rounds + round) {
+      __syncwarp();
+#pragma unroll 1
+      for (int n = 0; n < min_int(8 * NT, a.T - t0); n++)
+        copy_row<BITS>(x_sh + n * x_stride, (const bf16*)a.x + (size_t)(t0 + n) * a.x_stride, step * C::STEP_K, a.K, own_chunks);
+      copy_async_commit();
+      in_sh = pass * rounds + round;
+      copy_async_wait<0>();
+      __syncwarp();
+    }
+    int column[NT];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      column[n] = min_int(n * 8 + g, a.T - t0 - 1);
+      if (round == 0) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
+    }
+    if (step < steps)
+#pragma unroll
+      for (int c = 0; c < STEPS; c++) {
+        uint4 x[NT][C::CHUNKS];
+        read_chunks<BITS, NT>(x, STAGE ? x_sh + step * 4 * C::CHUNKS : x_sh, x_stride, column, c);
+        step_products<BITS, Groups<BITS, G>::SUB, NT>(acc, w.lo[c], w.hi[c], w.s[c], x);
+      }
+    if (++round == rounds) {
+      round = 0;
+      store_partial<NT>(partial_sh + parity * part + warp * 8 * NT * PARTIAL_STRIDE, acc);
+      parity ^= 1, summed = true, last_matrix = matrix, last_row = row, last_token = t0;
+      if (++pass == passes) pass = 0, tile += gridDim.x;
       __syncthreads();
     }
   }
 }
 
-#define LINEAR_ONE(NAME, BITS, SUB, NT, STAGED, THREADS) \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_tiles<BITS, SUB, NT, STAGED>(a); }
-#define LINEAR(NAME, BITS, SUB)                  \
-  LINEAR_ONE(NAME##_s, BITS, SUB, 1, true, 512)  \
-  LINEAR_ONE(NAME##_n1, BITS, SUB, 1, false, 512) \
-  LINEAR_ONE(NAME##_n2, BITS, SUB, 2, false, 256) \
-  LINEAR_ONE(NAME##_n4, BITS, SUB, 4, false, 256)
+#define LINEAR_ONE(NAME, BITS, G, NT, STAGE, THREADS) \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_tiles<BITS, G, NT, STAGE>(a); }
+#define LINEAR(NAME, BITS, G, THREADS)                    \
+  LINEAR_ONE(NAME##_s, BITS, G, 1, STAGE_ANY, THREADS)   \
+  LINEAR_ONE(NAME##_r, BITS, G, 1, STAGE_RMS, THREADS)   \
+  LINEAR_ONE(NAME##_n1, BITS, G, 1, STAGE_NONE, THREADS) \
+  LINEAR_ONE(NAME##_n2, BITS, G, 2, STAGE_NONE, 256)     \
+  LINEAR_ONE(NAME##_n4, BITS, G, 4, STAGE_NONE, 256)
 
-LINEAR(w4, 4, 1)      // G = 128
-LINEAR(w4_g64, 4, 2)
-LINEAR(w4_g32, 4, 4)
-LINEAR(w8, 8, 1)      // G = 64, 128 or K
-LINEAR(w8_g32, 8, 2)
-LINEAR(w16, 16, 1)
+// The bound of 768 keeps 80 registers a thread, three blocks of 256 on a multiprocessor; no block is larger than 512.
+LINEAR(w4, 4, 128, 768)
+LINEAR(w4_g64, 4, 64, 256)
+LINEAR(w4_g32, 4, 32, 256)
+LINEAR(w8, 8, 128, 768)
+LINEAR(w8_g64, 8, 64, 768)
+LINEAR(w8_g32, 8, 32, 256)
+LINEAR(w8_c, 8, 0, 768)  // one scale a row
+LINEAR(w16, 16, 0, 768)

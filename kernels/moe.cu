@@ -9,13 +9,15 @@
 // Every expert is read once, whatever the number of tokens that chose it; the grid does not depend on the routing. The sum over
 // ranks goes in order of rank, inside one block: the same bits in any batch.
 //
-// Launch: gate_up: grid (ceil(F / 16), min(T K, E)), threads 32 * clamp(ceil(D / step / 2), 1, 16; w4_g32: 8), shared 4 * warps * 320.
-//   down: grid ceil(D / 16), threads 256 or 512 (w4_g32: 256), shared 64 * T K * chunks, chunks = ceil(ceil(F / step) / chunk_steps),
-//   chunk_steps <= 6. step = 128 k for w4, 64 for w8.
-// Instances moe_gate_up_w{4,8}[_g64,_g32], moe_down_w{4,8}[_g64,_g32]; without suffix a group is at least a step.
+// Launch, step = 128 k for w4, 64 for w8; stride(c) = (c | 7) + 5:
+//   gate_up: grid (ceil(F / 16), min(T K, E)), warps = clamp(ceil(D / step / 2), 1, 16; w4_g64, w4_g32, w8_g32: 8), threads 32 * warps,
+//     shared warps * (128 * stride(step / 4) + 1280)
+//   down: grid ceil(D / 16), threads 512 (those three: 256), chunk_steps <= 3, chunks = ceil(ceil(F / step) / chunk_steps),
+//     shared 16 * warps * min(T, 8) * stride(chunk_steps * step / 8) + 64 * T K * chunks
+// Instances moe_{gate_up,down}_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c}; no suffix: G = 128, c: one scale a row.
 //
 // Floors: bytes of the chosen experts, 3 F D bits / 8 each, at read bandwidth; unpacking 13 instructions a word and lane.
-#include "common/mma.cuh"
+#include "common/tile.cuh"
 #include "common/routing.cuh"
 
 struct GateUpArgs {
@@ -39,155 +41,154 @@ struct DownArgs {
   float scale;
 };
 
-template <int BITS, int SUB, int STEPS>
-struct RowTile {
-  uint4 lo[STEPS], hi[STEPS];
-  StepScales<SUB> s[STEPS];
-};
-// STEPS steps from `step` of rows `row` + g and + 8 of a [rows, k] matrix
-template <int BITS, int SUB, int STEPS>
-DEV void load_tile(RowTile<BITS, SUB, STEPS>& w, const void* packed, const bf16* scale, int row, int rows, int k, int G, int step, int end) {
-  typedef Codes<BITS> C;
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  const int r_lo = min_int(row + g, rows - 1), r_hi = min_int(row + g + 8, rows - 1), groups = k / G;
-  const size_t row_bytes = (size_t)k * BITS / 8;
-  const char *p_lo = (const char*)packed + r_lo * row_bytes, *p_hi = (const char*)packed + r_hi * row_bytes;
-#pragma unroll
-  for (int c = 0; c < STEPS; c++) {
-    const int at = (step + c) * C::STEP_K, mine = at + t * C::LANE_K;
-    w.lo[c] = w.hi[c] = make_uint4(0, 0, 0, 0);
-    if (step + c < end) {
-      if (mine < k) {
-        w.lo[c] = load_streaming(p_lo + (size_t)mine * BITS / 8);
-        w.hi[c] = load_streaming(p_hi + (size_t)mine * BITS / 8);
-      }
-      load_scales<BITS, SUB>(w.s[c], scale + (size_t)r_lo * groups, scale + (size_t)r_hi * groups, at, k, G);
-    }
-  }
-}
-template <int BITS>
-DEV void load_chunks(uint4 (*x)[Codes<BITS>::CHUNKS], const bf16* row, int mine, int k, bool used) {
-#pragma unroll
-  for (int i = 0; i < Codes<BITS>::CHUNKS; i++) x[0][i] = used && mine < k ? load_v4(row + mine + i * 8) : make_uint4(0, 0, 0, 0);
-}
 DEV int slot_pair(const ExpertSlot& slot, const int* pairs, int n) { return n < 8 ? slot.pair[n] : pairs[slot.first + n]; }
 
-template <int BITS, int SUB>
+template <int BITS, int G>
 DEV void gate_up_tile(const GateUpArgs& a) {
   typedef Codes<BITS> C;
-  const int STEPS = 2;
-  extern __shared__ float moe_sh[];  // [warps][2][8][20]
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  const int STEPS = 2, CHUNKS = STEPS * 4 * C::CHUNKS, part = 8 * PARTIAL_STRIDE, SUB = Groups<BITS, G>::SUB;
+  extern __shared__ uint4 moe_sh[];
+  __shared__ ExpertSlot slot_sh;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, x_stride = chunk_stride(CHUNKS);
+  uint4* x_sh = moe_sh + warp * 8 * x_stride;                      // [8][x_stride] a warp
+  float* partial_sh = (float*)(moe_sh + warps * 8 * x_stride);     // [warps][2][8][20]
   const int row = blockIdx.x * 16, steps = div_up(a.D, C::STEP_K), rounds = div_up(steps, STEPS * warps);
   dependency_wait();
   dependents_launch();
-  const ExpertSlot& slot = a.slots[blockIdx.y];
-  const int num_slots = *a.num_slots, count = slot.count;
+  const int num_slots = *a.num_slots;
+  if (threadIdx.x < sizeof(ExpertSlot) / 16) ((uint4*)&slot_sh)[threadIdx.x] = load_v4((const uint4*)(a.slots + blockIdx.y) + threadIdx.x);
   if ((int)blockIdx.y >= num_slots) return;
+  __syncthreads();
+  const int count = slot_sh.count;
 
-  RowTile<BITS, SUB, STEPS> gate, up;
-  load_tile(gate, slot.gate_packed, slot.gate_scale, row, a.F, a.D, a.G, warp * STEPS, steps);
-  load_tile(up, slot.up_packed, slot.up_scale, row, a.F, a.D, a.G, warp * STEPS, steps);
+  RowTile<BITS, G, STEPS> w_gate, w_up;
+#pragma unroll 1
   for (int n0 = 0; n0 < count; n0 += 8) {
-    const bool used = n0 + g < count;
-    const bf16* x_row = a.x + (size_t)(used ? slot_pair(slot, a.pairs, n0 + g) / a.K : 0) * a.D;
+    const int column = min_int(g, count - n0 - 1);
     float acc_gate[1][4] = {{0.f, 0.f, 0.f, 0.f}}, acc_up[1][4] = {{0.f, 0.f, 0.f, 0.f}};
+#pragma unroll 1
     for (int round = 0; round < rounds; round++) {
       const int step = (round * warps + warp) * STEPS;
-      if (round > 0 || (n0 > 0 && rounds > 1)) {
-        load_tile(gate, slot.gate_packed, slot.gate_scale, row, a.F, a.D, a.G, step, steps);
-        load_tile(up, slot.up_packed, slot.up_scale, row, a.F, a.D, a.G, step, steps);
+      if (n0 == 0 || rounds > 1) {
+        load_tile<BITS, G, STEPS>(w_gate, slot_sh.gate_packed, slot_sh.gate_scale, row, a.F, a.D, step);
+        load_tile<BITS, G, STEPS>(w_up, slot_sh.up_packed, slot_sh.up_scale, row, a.F, a.D, step);
       }
+      __syncwarp();
+#pragma unroll 1
+      for (int n = 0; n < min_int(8, count - n0); n++) {
+        const int token = n0 == 0 ? slot_sh.token[n] : a.pairs[slot_sh.first + n0 + n] / a.K;
+        copy_row<BITS>(x_sh + n * x_stride, a.x + (size_t)token * a.D, step * C::STEP_K, a.D, CHUNKS);
+      }
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncwarp();
+      if (step < steps)
 #pragma unroll
-      for (int c = 0; c < STEPS; c++) {
-        if (step + c >= steps) break;
-        uint4 x[1][C::CHUNKS];
-        load_chunks<BITS>(x, x_row, (step + c) * C::STEP_K + t * C::LANE_K, a.D, used);
-        step_products<BITS, SUB, 1>(acc_gate, gate.lo[c], gate.hi[c], gate.s[c], x);
-        step_products<BITS, SUB, 1>(acc_up, up.lo[c], up.hi[c], up.s[c], x);
-      }
+        for (int c = 0; c < STEPS; c++) {
+          uint4 x[1][C::CHUNKS];
+          read_chunks<BITS, 1>(x, x_sh, x_stride, &column, c);
+          step_products<BITS, SUB, 1>(acc_gate, w_gate.lo[c], w_gate.hi[c], w_gate.s[c], x);
+          step_products<BITS, SUB, 1>(acc_up, w_up.lo[c], w_up.hi[c], w_up.s[c], x);
+        }
     }
-    const int part = 8 * PARTIAL_STRIDE;
-    store_partial<1>(moe_sh + warp * 2 * part, acc_gate);
-    store_partial<1>(moe_sh + (warp * 2 + 1) * part, acc_up);
+    store_partial<1>(partial_sh + warp * 2 * part, acc_gate);
+    store_partial<1>(partial_sh + (warp * 2 + 1) * part, acc_up);
     __syncthreads();
-    for (int i = threadIdx.x; i < 128; i += blockDim.x) {
-      const int r = i & 15, n = i >> 4;
-      if (n0 + n >= count || row + r >= a.F) continue;
-      float sum_gate = 0.f, sum_up = 0.f;
-      for (int k = 0; k < warps; k++) {
-        sum_gate += moe_sh[k * 2 * part + n * PARTIAL_STRIDE + r];
-        sum_up += moe_sh[(k * 2 + 1) * part + n * PARTIAL_STRIDE + r];
-      }
-      const int p = slot_pair(slot, a.pairs, n0 + n), f = row + r;
-      a.h[(size_t)p * a.F + (BITS == 4 ? nibble_position(f) : f)] = to_bf16(silu(sum_gate) * sum_up);
+    // two threads an output: gate and up
+    for (int i = threadIdx.x; i < 32 * min_int(8, count - n0); i += blockDim.x) {
+      const int r = (i >> 1) & 15, n = i >> 5, f = row + r;
+      float sum = 0.f;
+#pragma unroll 4
+      for (int k = 0; k < warps; k++) sum += partial_sh[(k * 2 + (i & 1)) * part + n * PARTIAL_STRIDE + r];
+      const float up = __shfl_xor_sync(0xffffffffu, sum, 1);
+      if ((i & 1) || f >= a.F) continue;
+      a.h[(size_t)slot_pair(slot_sh, a.pairs, n0 + n) * a.F + (BITS == 4 ? nibble_position(f) : f)] = to_bf16(silu(sum) * up);
     }
     if (n0 + 8 < count) __syncthreads();
   }
 }
 
-template <int BITS, int SUB>
+template <int BITS, int G>
 DEV void down_tile(const DownArgs& a) {
   typedef Codes<BITS> C;
-  const int STEPS = 6;
-  extern __shared__ float moe_sh[];  // [T K][chunks][16]
+  const int STEPS = 3;
+  extern __shared__ uint4 moe_sh[];
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
+  const int x_stride = chunk_stride(a.chunk_steps * 4 * C::CHUNKS), tokens = min_int(a.T, 8);
+  uint4* x_sh = moe_sh + warp * tokens * x_stride;                  // [tokens][x_stride] a warp
+  float* part_sh = (float*)(moe_sh + warps * tokens * x_stride);    // [T K][chunks][16]
   const int row = blockIdx.x * 16, steps = div_up(a.F, C::STEP_K), chunks = div_up(steps, a.chunk_steps);
   const int items = *a.num_slots * chunks;  // the router ran two kernels ago
 
-  RowTile<BITS, SUB, STEPS> w;
-  if (warp < items) {
-    const ExpertSlot& slot = a.slots[warp / chunks];
-    const int step = warp % chunks * a.chunk_steps;
-    load_tile(w, slot.down_packed, slot.down_scale, row, a.D, a.F, a.G, step, min_int(step + a.chunk_steps, steps));
-  }
-  dependency_wait();
-  dependents_launch();
-  for (int item = warp; item < items; item += warps) {
-    const ExpertSlot& slot = a.slots[item / chunks];
-    const int chunk = item % chunks, step = chunk * a.chunk_steps, end = min_int(step + a.chunk_steps, steps), count = slot.count;
-    if (item != warp) load_tile(w, slot.down_packed, slot.down_scale, row, a.D, a.F, a.G, step, end);
+  RowTile<BITS, G, STEPS> w;
+  bool waiting = true;
+  int slot_idx = warp / chunks, chunk = warp - slot_idx * chunks;
+#pragma unroll 1
+  for (int item = warp; item < items || waiting; item += warps) {
+    const ExpertSlot& slot = a.slots[slot_idx];
+    const int step = chunk * a.chunk_steps, end = min_int(a.chunk_steps, steps - step);
+    if (item < items) load_tile<BITS, G, STEPS>(w, slot.down_packed, slot.down_scale, row, a.D, a.F, step, end);
+    if (waiting) dependency_wait(), dependents_launch();
+    waiting = false;
+    if (item >= items) break;
+    const int count = slot.count;
+#pragma unroll 1
     for (int n0 = 0; n0 < count; n0 += 8) {
-      const bool used = n0 + g < count;
-      const bf16* h_row = a.h + (size_t)(used ? slot_pair(slot, a.pairs, n0 + g) : 0) * a.F;
+      const int column = min_int(g, count - n0 - 1);
+      __syncwarp();
+#pragma unroll 1
+      for (int n = 0; n < min_int(8, count - n0); n++)
+        copy_row<BITS>(x_sh + n * x_stride, a.h + (size_t)slot_pair(slot, a.pairs, n0 + n) * a.F, step * C::STEP_K, a.F, a.chunk_steps * 4 * C::CHUNKS);
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncwarp();
       float acc[1][4] = {{0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
       for (int c = 0; c < STEPS; c++) {
-        if (step + c >= end) break;
+        if (c >= end) break;
         uint4 x[1][C::CHUNKS];
-        load_chunks<BITS>(x, h_row, (step + c) * C::STEP_K + t * C::LANE_K, a.F, used);
-        step_products<BITS, SUB, 1>(acc, w.lo[c], w.hi[c], w.s[c], x);
+        read_chunks<BITS, 1>(x, x_sh, x_stride, &column, c);
+        step_products<BITS, Groups<BITS, G>::SUB, 1>(acc, w.lo[c], w.hi[c], w.s[c], x);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int n = n0 + 2 * t + i;
         if (n >= count) continue;
-        float* out = moe_sh + ((size_t)slot_pair(slot, a.pairs, n) * chunks + chunk) * 16;
+        float* out = part_sh + (slot_pair(slot, a.pairs, n) * chunks + chunk) * 16;
         out[g] = acc[0][i], out[g + 8] = acc[0][i + 2];
       }
     }
+    chunk += warps;
+    while (chunk >= chunks) chunk -= chunks, slot_idx++;
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < 16 * a.T; i += blockDim.x) {
     const int r = i & 15, n = i >> 4;
     if (row + r >= a.D) continue;
+    const size_t at = (size_t)n * a.D + row + r;
+    const float before = a.add ? a.add[at] : 0.f;
     float sum = 0.f;
+#pragma unroll 4
     for (int p = n * a.K; p < (n + 1) * a.K; p++) {
       float one = 0.f;
-      for (int c = 0; c < chunks; c++) one += moe_sh[(p * chunks + c) * 16 + r];
+#pragma unroll 2
+      for (int c = 0; c < chunks; c++) one += part_sh[(p * chunks + c) * 16 + r];
       sum += a.gates[p] * one;
     }
-    const size_t at = (size_t)n * a.D + row + r;
-    a.y[at] = (a.add ? a.add[at] : 0.f) + a.scale * sum;
+    a.y[at] = before + a.scale * sum;
   }
 }
 
-#define MOE(NAME, BITS, SUB, THREADS)                                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { gate_up_tile<BITS, SUB>(a); } \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_tile<BITS, SUB>(a); }
+#define MOE(NAME, BITS, G, THREADS)                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { gate_up_tile<BITS, G>(a); } \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_tile<BITS, G>(a); }
 
-MOE(w4, 4, 1, 512)      // G = 128
-MOE(w4_g64, 4, 2, 512)
-MOE(w4_g32, 4, 4, 256)
-MOE(w8, 8, 1, 512)      // G = 64, 128 or per channel
-MOE(w8_g32, 8, 2, 512)
+// The bound of 768 keeps 80 registers a thread, three blocks of 256 on a multiprocessor; no block is larger than 512.
+MOE(w4, 4, 128, 768)
+MOE(w4_g64, 4, 64, 256)
+MOE(w4_g32, 4, 32, 256)
+MOE(w8, 8, 128, 768)
+MOE(w8_g64, 8, 64, 768)
+MOE(w8_g32, 8, 32, 256)
+MOE(w8_c, 8, 0, 768)  // one scale a row

@@ -7,11 +7,14 @@
 //        each packed then scale
 // out    logits [T, E] f32, ids [T, K] s32, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending;
 //        normed [T, D] bf16 (natural, or nibble order), or null
-// needs  D % 8 == 0, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: 1 + ceil(T / tokens) ints, zero before the first launch
+// needs  D % 8 == 0, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: 1 + ceil(T / tokens) ints, zero before
+//        the first launch
 //
-// Launch: grid (ceil(E / 8), ceil(T / tokens)), 256 threads, tokens = 1..4 a block, shared 4 * max(tokens * max(D, E), T K + 3 E).
-// The last block of a run of tokens chooses their experts; the last of all writes the list.
-// Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides: one read of x, one arrival, K rounds of a warp maximum.
+// Instances router_topk; router_topk_t4 for E <= 128 and the plain K highest; router_topk_t1, the same with tokens = 1.
+// Launch: grid (8, ceil(T / tokens)), 256 threads, shared 4 * (tokens * (D + E) + max(tokens * E, T K) + 64).
+// Eight blocks share the experts of a run of tokens (one cluster from sm_90, else the last to arrive goes on); the first of
+// them chooses, and the last run to finish writes the list.
+// Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides: one read of x, one barrier, K rounds of a warp maximum.
 // Source: src/engine/cpu/route.rs.
 #include "common/reduce.cuh"
 #include "common/routing.cuh"
@@ -46,8 +49,9 @@ struct RouterArgs {
   u64 warm_bytes;
 };
 
-static const int EXPERTS_A_LANE = 16;
-static const int ROW_CHUNKS = 8;  // 16-byte chunks of a router row that a lane loads ahead
+static const int RUN_BLOCKS = 8;   // blocks that share a run of tokens
+static const int ROW_CHUNKS = 8;   // 16-byte chunks of a router row that a lane loads ahead
+static const int ROWS_AHEAD = 2;
 
 DEV void dot8(float& sum, const float* w, const float* x_sh) {
   const float4 a = *(const float4*)x_sh, b = *(const float4*)(x_sh + 4);
@@ -57,205 +61,258 @@ DEV void unpack8(float* f, const uint4& v) {
 #pragma unroll
   for (int i = 0; i < 4; i++) f[2 * i] = bf16_lo(word_at(v, i)), f[2 * i + 1] = bf16_hi(word_at(v, i));
 }
+DEV float key_value(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-DEV void warp_first_max(const float* v, int n_lane, int E, int lane, float& best, int& at) {
-  float mine = -INFINITY_F;
+// Lowest index of the largest key over a warp, index lane + 32 i; the key is taken out.
+template <int N>
+DEV void take_first_max(u32* key, int& at, float& value) {
+  const int lane = threadIdx.x & 31;
+  u32 mine = key[0];
 #pragma unroll
-  for (int i = 0; i < EXPERTS_A_LANE; i++)
-    if (i < n_lane) mine = fmaxf(mine, v[i]);
-  const u32 key = warp_max_u32(order_key(mine));
+  for (int i = 1; i < N; i++) mine = max(mine, key[i]);
+  const u32 best = warp_max_u32(mine);
   u32 where = 0xffffffffu;
 #pragma unroll
-  for (int i = EXPERTS_A_LANE - 1; i >= 0; i--)
-    if (i < n_lane && lane + 32 * i < E && order_key(v[i]) == key) where = lane + 32 * i;
-  at = warp_min_u32(where);
-  best = __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+  for (int i = N - 1; i >= 0; i--)
+    if (key[i] == best) where = lane + 32 * i;
+  at = (int)warp_min_u32(where);
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if (lane + 32 * i == at) key[i] = 0;
+  value = key_value(best);
 }
 
-// one token, one warp
-DEV void choose(const RouterArgs& a, int token, float* group_sh) {
-  const int lane = threadIdx.x & 31, n_lane = div_up(a.E, 32);
-  float v[EXPERTS_A_LANE], scores[EXPERTS_A_LANE];
+// one token, one warp; logits_sh [E] in, scratch_sh [E] free; id and gate of rank `lane` out
+template <int N, bool ANY>
+DEV void choose(int& id, float& gate, const RouterArgs& a, const float* logits_sh, float* scratch_sh) {
+  const int lane = threadIdx.x & 31;
+  float v[N];
+  u32 key[N];
+  id = 0, gate = 0.f;
 #pragma unroll
-  for (int i = 0; i < EXPERTS_A_LANE; i++) v[i] = i < n_lane && lane + 32 * i < a.E ? load_f32_l2(a.logits + (size_t)token * a.E + lane + 32 * i) : -INFINITY_F;
-  int* ids = a.ids + (size_t)token * a.K;
-  float* gates = a.gates + (size_t)token * a.K;
+  for (int i = 0; i < N; i++) v[i] = lane + 32 * i < a.E ? logits_sh[lane + 32 * i] : -INFINITY_F;
 
-  if (a.select == 2) {
-    float open[EXPERTS_A_LANE];
+  if (ANY && a.select == 2) {
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++) open[i] = v[i];
-    for (int k = 0; k < a.K; k++) {
-      float best;
+    for (int i = 0; i < N; i++) key[i] = lane + 32 * i < a.E ? order_key(v[i]) : 0;
+  #pragma unroll 1
+  for (int k = 0; k < a.K; k++) {
+      u32 open[N];
+      float best, sum = 0.f;
       int pick;
-      warp_first_max(open, n_lane, a.E, lane, best, pick);
-      float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < EXPERTS_A_LANE; i++) {
-        if (i >= n_lane) continue;
-        if ((best - v[i]) / fmaxf(fabsf(v[i]), best) <= 2.f * a.jitter && open[i] > -INFINITY_F) sum += __expf(open[i] - best);
-        if (lane + 32 * i == pick) open[i] = -INFINITY_F;
-      }
+      for (int i = 0; i < N; i++) open[i] = key[i];
+      take_first_max<N>(key, pick, best);
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (open[i] && (best - v[i]) / fmaxf(fabsf(v[i]), best) <= 2.f * a.jitter) sum += __expf(v[i] - best);
       sum = warp_sum(sum);
-      if (lane == 0) ids[k] = pick, gates[k] = a.scale / sum;
+      if (lane == k) id = pick, gate = a.scale / sum;
     }
     return;
   }
 
-#pragma unroll
-  for (int i = 0; i < EXPERTS_A_LANE; i++) scores[i] = v[i];
   if (!a.softmax_of_chosen) {
-    float top = -INFINITY_F, sum = 0.f;
+    float top = v[0], sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++) top = fmaxf(top, v[i]);
+    for (int i = 1; i < N; i++) top = fmaxf(top, v[i]);
     top = warp_max(top);
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++) {
-      if (i >= n_lane) continue;
-      scores[i] = lane + 32 * i < a.E ? expf(v[i] - top) : 0.f;
-      sum += scores[i];
-    }
-    sum = warp_sum(sum);
+    for (int i = 0; i < N; i++) v[i] = __expf(v[i] - top), sum += v[i];
+    sum = 1.f / warp_sum(sum);
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++) scores[i] = i < n_lane && lane + 32 * i < a.E ? scores[i] / sum : -INFINITY_F;
+    for (int i = 0; i < N; i++) v[i] *= sum;
   }
-  if (a.select == 1) {
+  if (ANY && a.select == 1) {
     const int size = a.E / a.num_groups;
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++)
-      if (i < n_lane && lane + 32 * i < a.E) group_sh[lane + 32 * i] = scores[i];
+    for (int i = 0; i < N; i++)
+      if (lane + 32 * i < a.E) scratch_sh[lane + 32 * i] = v[i];
     __syncwarp();
-    float best[1] = {-INFINITY_F};
-    for (int i = 0; lane < a.num_groups && i < size; i++) best[0] = fmaxf(best[0], group_sh[lane * size + i]);
-    u32 kept = 0;
+    float best = -INFINITY_F;
+#pragma unroll 1
+    for (int i = 0; lane < a.num_groups && i < size; i++) best = fmaxf(best, scratch_sh[lane * size + i]);
+    u32 group[1] = {lane < a.num_groups ? order_key(best) : 0}, kept = 0;
+#pragma unroll 1
     for (int k = 0; k < a.keep_groups; k++) {
-      const u32 key = warp_max_u32(order_key(best[0]));
-      const u32 g = warp_min_u32(lane < a.num_groups && order_key(best[0]) == key ? lane : 0xffffffffu);
+      int g;
+      take_first_max<1>(group, g, best);
       kept |= 1u << g;
-      if (lane == (int)g) best[0] = -INFINITY_F;
     }
 #pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++)
-      if (i < n_lane && lane + 32 * i < a.E && !(kept >> ((lane + 32 * i) / size) & 1)) scores[i] = 0.f;
-    __syncwarp();
+    for (int i = 0; i < N; i++)
+      if (lane + 32 * i < a.E && !(kept >> ((lane + 32 * i) / size) & 1)) v[i] = 0.f;
   }
-  float gate = 0.f;  // of rank `lane`; K <= 32
-  int id = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) key[i] = lane + 32 * i < a.E ? order_key(v[i]) : 0;
+#pragma unroll 1
   for (int k = 0; k < a.K; k++) {
     float best;
     int pick;
-    warp_first_max(scores, n_lane, a.E, lane, best, pick);
-#pragma unroll
-    for (int i = 0; i < EXPERTS_A_LANE; i++)
-      if (lane + 32 * i == pick) scores[i] = -INFINITY_F;
+    take_first_max<N>(key, pick, best);
     if (lane == k) gate = best, id = pick;
   }
   if (a.softmax_of_chosen) {
     const float top = __shfl_sync(0xffffffffu, gate, 0);
-    gate = lane < a.K ? expf(gate - top) : 0.f;
+    gate = lane < a.K ? __expf(gate - top) : 0.f;
     gate /= warp_sum(gate);
   }
   if (a.renorm) gate /= warp_sum(lane < a.K ? gate : 0.f);
-  if (lane < a.K) ids[lane] = id, gates[lane] = gate * a.scale;
+  gate *= a.scale;
 }
 
-// one block: experts in ascending order, the pairs of each in ascending order
-DEV void list_experts(const RouterArgs& a, int* list_sh) {
-  const int num_pairs = a.T * a.K;
-  int *id_sh = list_sh, *count_sh = id_sh + num_pairs, *first_sh = count_sh + a.E, *slot_sh = first_sh + a.E;
-  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) id_sh[p] = load_s32_l2(a.ids + p);
-  __syncthreads();
-  for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+// one block: experts in ascending order, the pairs of each in ascending order; id_sh [T K]; row: this thread's table entry
+DEV void list_experts(const RouterArgs& a, const int* id_sh, const u64* row, int* total_sh) {
+  const int num_pairs = a.T * a.K, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+  int first_base = 0, slot_base = 0;
+#pragma unroll 1
+  for (int base = 0; base < a.E; base += blockDim.x) {
+    const int e = base + threadIdx.x;
     int count = 0;
+#pragma unroll 8
     for (int p = 0; p < num_pairs; p++) count += id_sh[p] == e;
-    count_sh[e] = count;
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    int first = 0, slot = 0;
-    for (int base = 0; base < a.E; base += 32) {
-      const int e = base + threadIdx.x, count = e < a.E ? count_sh[e] : 0;
-      int sum = count;
+    int sum = count;
 #pragma unroll
-      for (int i = 1; i < 32; i <<= 1) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, i);
-        if ((int)threadIdx.x >= i) sum += other;
-      }
-      const u32 active = __ballot_sync(0xffffffffu, count > 0);
-      if (e < a.E) first_sh[e] = first + sum - count, slot_sh[e] = slot + __popc(active & ((1u << threadIdx.x) - 1));
-      first += __shfl_sync(0xffffffffu, sum, 31);
-      slot += __popc(active);
+    for (int i = 1; i < 32; i <<= 1) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, i);
+      if (lane >= i) sum += other;
     }
-    if (threadIdx.x == 0) *a.num_slots = slot;
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
-    if (count_sh[e] == 0) continue;
-    ExpertSlot s;
-    const u64* row = a.table + (size_t)e * 6;
-    s.gate_packed = (const u32*)row[0], s.gate_scale = (const bf16*)row[1];
-    s.up_packed = (const u32*)row[2], s.up_scale = (const bf16*)row[3];
-    s.down_packed = (const u32*)row[4], s.down_scale = (const bf16*)row[5];
-    s.expert = e, s.first = first_sh[e], s.count = count_sh[e], s.reserved = 0;
-    ExpertSlot* out = a.slots + slot_sh[e];
+    const u32 active = __ballot_sync(0xffffffffu, count > 0);
+    __syncthreads();
+    if (lane == 31) total_sh[warp] = sum, total_sh[32 + warp] = __popc(active);
+    __syncthreads();
+    int first = first_base + sum - count, slot = slot_base + __popc(active & ((1u << lane) - 1));
+#pragma unroll 1
+    for (int w = 0; w < warps; w++) {
+      if (w < warp) first += total_sh[w], slot += total_sh[32 + w];
+      first_base += total_sh[w], slot_base += total_sh[32 + w];
+    }
+    if (count == 0) continue;
+    ExpertSlot* out = a.slots + slot;
+    u64* pointers = (u64*)out;
+#pragma unroll
+    for (int i = 0; i < 6; i++) pointers[i] = base == 0 ? row[i] : a.table[(size_t)e * 6 + i];
+    out->expert = e, out->first = first, out->count = count, out->reserved = 0;
     int n = 0;
-    for (int p = 0; p < num_pairs && n < s.count; p++) {
+#pragma unroll 1
+    for (int p = 0; p < num_pairs; p++) {
       if (id_sh[p] != e) continue;
-      a.pairs[s.first + n] = p;
-      if (n < 8) out->pair[n] = (u16)p;
+      a.pairs[first + n] = p;
+      if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.K);
       n++;
     }
-    out->gate_packed = s.gate_packed, out->gate_scale = s.gate_scale, out->up_packed = s.up_packed, out->up_scale = s.up_scale;
-    out->down_packed = s.down_packed, out->down_scale = s.down_scale;
-    out->expert = s.expert, out->first = s.first, out->count = s.count, out->reserved = 0;
   }
+  if (threadIdx.x == 0) *a.num_slots = slot_base;
 }
 
-extern "C" __global__ void __launch_bounds__(256) router_topk(const __grid_constant__ RouterArgs a) {
+#if __CUDA_ARCH__ >= 900
+#define RUN_CLUSTER __cluster_dims__(RUN_BLOCKS, 1, 1)
+#else
+#define RUN_CLUSTER
+#endif
+template <int RUN_TOKENS, int N, bool ANY>
+DEV void route_run(const RouterArgs& a) {
   extern __shared__ float router_sh[];
-  __shared__ float scratch_sh[32];
-  __shared__ int last_sh;
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31;
-  const int e = blockIdx.x * warps + warp, t0 = blockIdx.y * a.tokens, num_tok = min_int(a.tokens, a.T - t0), chunks = a.D / 8;
-  const char* w_row = (const char*)a.w + (size_t)min_int(e, a.E - 1) * a.D * (a.w_is_f32 ? 4 : 2);
-  uint4 w[ROW_CHUNKS];
+  __shared__ float sum_sh[8 * RUN_TOKENS];
+  __shared__ int total_sh[64], last_sh;
+  const int warp = threadIdx.x >> 5, warps = 8, lane = threadIdx.x & 31;
+  const int t0 = blockIdx.y * a.tokens, num_tok = min_int(a.tokens, a.T - t0), chunks = a.D / 8, rows = blockIdx.x * warps + warp, row_step = RUN_BLOCKS * warps;
+  float* logits_sh = router_sh + (size_t)a.tokens * a.D;  // [tokens][E]
+  float* free_sh = logits_sh + a.tokens * a.E;            // [tokens][E], or ids [T K]
+#if HAS_CLUSTERS
+  cluster_arrive();
+#endif
+
+  uint4 w[ROWS_AHEAD][ROW_CHUNKS];
   if (!a.w_is_f32) {
 #pragma unroll
-    for (int i = 0; i < ROW_CHUNKS; i++) w[i] = lane + 32 * i < chunks ? load_streaming(w_row + (size_t)(lane + 32 * i) * 16) : make_uint4(0, 0, 0, 0);
+    for (int r = 0; r < ROWS_AHEAD; r++)
+#pragma unroll
+      for (int i = 0; i < ROW_CHUNKS; i++) {
+        const int e = rows + r * row_step, c = lane + 32 * i;
+        w[r][i] = e < a.E && c < chunks ? load_streaming((const char*)a.w + ((size_t)e * chunks + c) * 16) : make_uint4(0, 0, 0, 0);
+      }
   }
+  u64 table_row[6] = {0, 0, 0, 0, 0, 0};
+  if ((!HAS_CLUSTERS || blockIdx.x == 0) && (int)threadIdx.x < a.E)
+#pragma unroll
+    for (int i = 0; i < 6; i++) table_row[i] = a.table[(size_t)threadIdx.x * 6 + i];
+  if (a.norm)
+    for (int k = threadIdx.x * 32; k < a.D; k += blockDim.x * 32) prefetch_l2(a.gain + k);
   if (a.warm) {
     const u64 at = ((u64)(blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x) * 128, all = (u64)gridDim.x * gridDim.y * blockDim.x * 128;
+#pragma unroll 1
     for (u64 i = at; i < a.warm_bytes; i += all) prefetch_l2((const char*)a.warm + i);
   }
   dependency_wait();
   dependents_launch();
 
-  for (int n = 0; n < num_tok; n++) {
-    const float* x = a.x + (size_t)(t0 + n) * a.D;
-    float* x_sh = router_sh + (size_t)n * a.D;
-    float mean = 0.f, inv = 1.f, sum = 0.f;
-    for (int k = threadIdx.x * 4; k < a.D; k += blockDim.x * 4) {
-      const float4 v = *(const float4*)(x + k);
-      *(float4*)(x_sh + k) = v;
-      sum += a.norm == 2 ? v.x + v.y + v.z + v.w : v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    }
-    if (a.norm == 1) inv = rsqrtf(block_sum(sum, scratch_sh) / a.D + a.eps);
-    if (a.norm == 2) {
-      mean = block_sum(sum, scratch_sh) / a.D;
-      float var = 0.f;
-      for (int k = threadIdx.x * 4; k < a.D; k += blockDim.x * 4)
-        for (int i = 0; i < 4; i++) var += (x_sh[k + i] - mean) * (x_sh[k + i] - mean);
-      inv = rsqrtf(block_sum(var, scratch_sh) / a.D + a.eps);
-    }
-    if (a.norm)
-      for (int k = threadIdx.x * 4; k < a.D; k += blockDim.x * 4)
+  float sum[RUN_TOKENS], mean[RUN_TOKENS], inv[RUN_TOKENS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) x_sh[k + i] = (x_sh[k + i] - mean) * inv * a.gain[k + i] + (a.norm == 2 ? a.shift[k + i] : 0.f);
+  for (int n = 0; n < RUN_TOKENS; n++) sum[n] = mean[n] = 0.f;
+  auto sum_all = [&]() {  // over the block, of each token
+#pragma unroll
+    for (int n = 0; n < RUN_TOKENS; n++) {
+      const float s = n < num_tok ? warp_sum(sum[n]) : 0.f;
+      if (lane == 0) sum_sh[warp * RUN_TOKENS + n] = s;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < RUN_TOKENS; n++) {
+      sum[n] = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[n] += sum_sh[i * RUN_TOKENS + n];
+    }
+  };
+#pragma unroll 2
+  for (int k = threadIdx.x * 4; k < a.D; k += 1024) {
+#pragma unroll
+    for (int n = 0; n < RUN_TOKENS; n++) {
+      if (n >= num_tok) break;
+      const float4 v = *(const float4*)(a.x + (size_t)(t0 + n) * a.D + k);
+      *(float4*)(router_sh + (size_t)n * a.D + k) = v;
+      sum[n] += a.norm == 2 ? v.x + v.y + v.z + v.w : v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
   }
+  sum_all();
+  if (a.norm == 2) {
+#pragma unroll
+    for (int n = 0; n < RUN_TOKENS; n++) mean[n] = sum[n] / a.D, sum[n] = 0.f;
+  #pragma unroll 1
+  for (int k = threadIdx.x * 4; k < a.D; k += 1024)
+#pragma unroll
+      for (int n = 0; n < RUN_TOKENS; n++) {
+        if (n >= num_tok) break;
+        for (int i = 0; i < 4; i++) {
+          const float d = router_sh[(size_t)n * a.D + k + i] - mean[n];
+          sum[n] += d * d;
+        }
+      }
+    __syncthreads();
+    sum_all();
+  }
+#pragma unroll
+  for (int n = 0; n < RUN_TOKENS; n++) inv[n] = a.norm ? rsqrtf(sum[n] / a.D + a.eps) : 1.f;
+  if (a.norm)
+  #pragma unroll 1
+  for (int k = threadIdx.x * 4; k < a.D; k += 1024) {
+      const float4 gain = *(const float4*)(a.gain + k);
+      const float4 shift = a.norm == 2 ? *(const float4*)(a.shift + k) : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+      for (int n = 0; n < RUN_TOKENS; n++) {
+        if (n >= num_tok) break;
+        float4* p = (float4*)(router_sh + (size_t)n * a.D + k);
+        float4 v = *p;
+        v.x = (v.x - mean[n]) * inv[n] * gain.x + shift.x, v.y = (v.y - mean[n]) * inv[n] * gain.y + shift.y;
+        v.z = (v.z - mean[n]) * inv[n] * gain.z + shift.z, v.w = (v.w - mean[n]) * inv[n] * gain.w + shift.w;
+        *p = v;
+      }
+    }
   __syncthreads();
   if (a.normed) {
     const int per = div_up(chunks, (int)gridDim.x), end = min_int((blockIdx.x + 1) * per, chunks);
     for (int n = 0; n < num_tok; n++)
+#pragma unroll 1
       for (int c = blockIdx.x * per + threadIdx.x; c < end; c += blockDim.x) {
         const float* f = router_sh + (size_t)n * a.D + c * 8;
         uint4 v = make_uint4(bf16_pair(f[0], f[1]), bf16_pair(f[2], f[3]), bf16_pair(f[4], f[5]), bf16_pair(f[6], f[7]));
@@ -263,49 +320,85 @@ extern "C" __global__ void __launch_bounds__(256) router_topk(const __grid_const
         *(uint4*)(a.normed + (size_t)(t0 + n) * a.D + c * 8) = v;
       }
   }
-  if (e < a.E) {
-    float sum[4] = {0.f, 0.f, 0.f, 0.f};
-    if (a.w_is_f32) {
-      for (int c = lane; c < chunks; c += 32) {
-        float f[8];
-        *(float4*)f = *(const float4*)(w_row + (size_t)c * 32), *(float4*)(f + 4) = *(const float4*)(w_row + (size_t)c * 32 + 16);
+#if HAS_CLUSTERS
+  cluster_wait();
+#endif
+  auto emit = [&](int e, float* sum) {
 #pragma unroll
-        for (int n = 0; n < 4; n++)
-          if (n < num_tok) dot8(sum[n], f, router_sh + (size_t)n * a.D + c * 8);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < ROW_CHUNKS; i++) {
-        const int c = lane + 32 * i;
-        if (c >= chunks) break;
-        float f[8];
-        unpack8(f, w[i]);
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-          if (n < num_tok) dot8(sum[n], f, router_sh + (size_t)n * a.D + c * 8);
-      }
-      for (int c = lane + 32 * ROW_CHUNKS; c < chunks; c += 32) {
-        float f[8];
-        unpack8(f, load_streaming(w_row + (size_t)c * 16));
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-          if (n < num_tok) dot8(sum[n], f, router_sh + (size_t)n * a.D + c * 8);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
+    for (int n = 0; n < RUN_TOKENS; n++) {
+      if (n >= num_tok) break;
       const float s = warp_sum(sum[n]);
-      if (lane == 0 && n < num_tok) a.logits[(size_t)(t0 + n) * a.E + e] = s;
+      if (lane != 0) continue;
+      a.logits[(size_t)(t0 + n) * a.E + e] = s;
+#if HAS_CLUSTERS
+      cluster_store_f32(logits_sh + n * a.E + e, 0, s);
+#endif
     }
+  };
+#pragma unroll
+  for (int r = 0; r < ROWS_AHEAD; r++) {
+    const int e = rows + r * row_step;
+    if (e >= a.E || a.w_is_f32 || chunks > 32 * ROW_CHUNKS) break;
+    float sum[RUN_TOKENS] = {};
+#pragma unroll
+    for (int i = 0; i < ROW_CHUNKS; i++) {
+      const int c = lane + 32 * i;
+      float f[8];
+      unpack8(f, w[r][i]);
+      if (c < chunks)
+#pragma unroll
+        for (int n = 0; n < RUN_TOKENS; n++)
+          if (n < num_tok) dot8(sum[n], f, router_sh + (size_t)n * a.D + c * 8);
+    }
+    emit(e, sum);
   }
+#pragma unroll 1
+  for (int e = a.w_is_f32 || chunks > 32 * ROW_CHUNKS ? rows : rows + ROWS_AHEAD * row_step; e < a.E; e += row_step) {
+    float sum[RUN_TOKENS] = {};
+#pragma unroll 1
+    for (int c = lane; c < chunks; c += 32) {
+      float f[8];
+      if (a.w_is_f32) {
+        const float* src = (const float*)a.w + ((size_t)e * chunks + c) * 8;
+        *(float4*)f = *(const float4*)src, *(float4*)(f + 4) = *(const float4*)(src + 4);
+      } else {
+        unpack8(f, load_streaming((const char*)a.w + ((size_t)e * chunks + c) * 16));
+      }
+#pragma unroll
+      for (int n = 0; n < RUN_TOKENS; n++)
+        if (n < num_tok) dot8(sum[n], f, router_sh + (size_t)n * a.D + c * 8);
+    }
+    emit(e, sum);
+  }
+#if HAS_CLUSTERS
+  cluster_arrive();
+  if (blockIdx.x != 0) return;
+  cluster_wait();
+#else
   if (!arrives_last(a.counters + 1 + blockIdx.y, gridDim.x, &last_sh)) return;
-  float* group_sh = router_sh;  // [tokens][E]
-  if (warp < num_tok) choose(a, t0 + warp, group_sh + warp * a.E);
+  for (int i = threadIdx.x; i < num_tok * a.E; i += blockDim.x) logits_sh[i] = load_f32_l2(a.logits + (size_t)t0 * a.E + i);
+  __syncthreads();
+#endif
+  int id = 0;
+  float gate = 0.f;
+  if (warp < num_tok) {
+    choose<N, ANY>(id, gate, a, logits_sh + warp * a.E, free_sh + warp * a.E);
+    if (lane < a.K) a.ids[(t0 + warp) * a.K + lane] = id, a.gates[(t0 + warp) * a.K + lane] = gate;
+  }
+  int* id_sh = (int*)free_sh;
+  __syncthreads();
   if (gridDim.y > 1) {
     if (!arrives_last(a.counters, gridDim.y, &last_sh)) return;
-  } else {
-    __threadfence_block();
-    __syncthreads();
+    for (int p = threadIdx.x; p < a.T * a.K; p += blockDim.x) id_sh[p] = load_s32_l2(a.ids + p);
+  } else if (warp < num_tok && lane < a.K) {
+    id_sh[warp * a.K + lane] = id;
   }
-  list_experts(a, (int*)router_sh);
+  __syncthreads();
+  list_experts(a, id_sh, table_row, total_sh);
 }
+
+#define ROUTER(NAME, TOKENS, N, ANY) \
+  extern "C" __global__ void RUN_CLUSTER __launch_bounds__(256, 1) NAME(const __grid_constant__ RouterArgs a) { route_run<TOKENS, N, ANY>(a); }
+ROUTER(router_topk, 4, 16, true)        // anything
+ROUTER(router_topk_t4, 4, 4, false)     // E <= 128, select = Top
+ROUTER(router_topk_t1, 1, 4, false)     // the same, tokens = 1

@@ -214,22 +214,24 @@ static std::vector<double> host_norm(const std::vector<double>& x, const std::ve
 }
 
 // -------------------------------------------------------------------------------------------------------------------- linear
-static const void* linear_kernel(int bits, int G, int variant) {
-#define VARIANTS(N) {(const void*)linear_##N##_s, (const void*)linear_##N##_n1, (const void*)linear_##N##_n2, (const void*)linear_##N##_n4}
-  static const void* table[6][4] = {VARIANTS(w4), VARIANTS(w4_g64), VARIANTS(w4_g32), VARIANTS(w8), VARIANTS(w8_g32), VARIANTS(w16)};
-  const int row = bits == 16 ? 5 : bits == 8 ? (G == 32 ? 4 : 3) : G == 32 ? 2 : G == 64 ? 1 : 0;
+static int format_row(int bits, int G, int K) { return bits == 16 ? 7 : bits == 8 ? (G == K ? 6 : G == 32 ? 5 : G == 64 ? 4 : 3) : G == 32 ? 2 : G == 64 ? 1 : 0; }
+enum { S, N1, N2, N4, R };
+static const void* linear_kernel(int row, int variant) {
+#define VARIANTS(N) {(const void*)linear_##N##_s, (const void*)linear_##N##_n1, (const void*)linear_##N##_n2, (const void*)linear_##N##_n4, (const void*)linear_##N##_r}
+  static const void* table[8][5] = {VARIANTS(w4), VARIANTS(w4_g64), VARIANTS(w4_g32), VARIANTS(w8), VARIANTS(w8_g64), VARIANTS(w8_g32), VARIANTS(w8_c), VARIANTS(w16)};
   return table[row][variant];
 }
-static int linear_steps = 4, blocks_per_sm = 3;
+static int chunk_stride_of(int chunks) { return (chunks | 7) + 5; }
+static int blocks_each = 0;
 static void run_linear(LinearArgs a, int bits, int variant) {
-  const int step = 4 * 128 / bits, nt = variant == 0 ? 1 : 1 << (variant - 1);
-  const int cap = variant >= 2 ? 8 : 16, warps = std::max(1, std::min(cap, (a.K + step * linear_steps - 1) / (step * linear_steps)));
-  size_t shared = 4 * std::max(8 * warps, 32) + 4 * warps * 8 * nt * 20;
-  if (variant == 0) shared += 16ull * a.T * ((((a.K + step - 1) / step * (step / 8)) | 7) + 5);
+  const int step = 4 * 128 / bits, nt = variant == N2 ? 2 : variant == N4 ? 4 : 1, row = format_row(bits, a.G, a.K), quads = (a.K + step * 4 - 1) / (step * 4);
+  const bool small = variant == N2 || variant == N4 || row == 1 || row == 2 || row == 5, staged = variant == S || variant == R;
+  const int warps = std::max(1, std::min(small ? 8 : 16, quads)), chunks = staged ? quads * step / 2 : step / 2;
+  const size_t shared = 4 * std::max(8 * warps, 32) + 1280 * warps * nt + 16ull * chunk_stride_of(chunks) * (staged ? a.T : 8 * nt * warps);
   int tiles = 0;
   for (int i = 0; i < a.num_matrices; i++) tiles += (a.m[i].rows + 15) / 16;
-  int fit = std::min<int>({(int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * (variant >= 2 ? 128 : 96)), 2048 / (warps * 32)});
-  launch(linear_kernel(bits, a.G, variant), dim3(std::min(tiles, std::max(1, fit) * num_sm)), 32 * warps, shared, a);
+  const int regs = small ? 208 : 80, fit = std::max(1, std::min<int>({(int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * regs), 2048 / (warps * 32)}));
+  launch(linear_kernel(row, variant), dim3(std::min(tiles, (blocks_each ? std::min(blocks_each, fit) : fit) * num_sm)), 32 * warps, shared, a);
 }
 
 static void check_linear() {
@@ -240,16 +242,17 @@ static void check_linear() {
     Stored w[2] = {stored(c.bits, c.r0, c.K, c.G), stored(c.bits, c.r1, c.K, c.G)};
     for (int T : {1, 7, 8, 9, 33}) {
       float *x = random_f32((size_t)T * c.K, 2.f), *gain = random_f32(c.K, .3f, 1.f), *shift = random_f32(c.K, .2f), *bias = random_f32(c.r0, .5f);
-      for (int variant = 0; variant < 4; variant++) {
-        if (variant == 0 && (T > 8 || c.K > 8192)) continue;
-        for (int norm = 0; norm < (variant == 0 ? 3 : 1); norm++) {
+      for (int variant = 0; variant < 5; variant++) {
+        const bool staged = variant == S || variant == R;
+        if (staged && (T > 8 || c.K > 8192)) continue;
+        for (int norm = variant == R; norm < (variant == S ? 3 : variant == R ? 2 : 1); norm++) {
           std::vector<float> hx = download(x, (size_t)T * c.K);
           std::vector<bf16> xb(hx.size());
           for (size_t i = 0; i < hx.size(); i++) xb[i] = host_bf16(hx[i]);
           std::vector<double> n;
           LinearArgs a = {};
-          bf16* dxb = upload(c.bits == 4 && variant ? nibble(xb) : xb);
-          if (variant || norm == 0) {
+          bf16* dxb = upload(c.bits == 4 && !staged ? nibble(xb) : xb);
+          if (!staged || norm == 0) {
             n = widen(xb), a.x = dxb;
           } else {
             n = host_norm(widen(hx), download(gain, c.K), download(shift, c.K), norm, c.K, 1e-6);
@@ -329,25 +332,26 @@ static void host_route(int* ids, float* gates, const float* logits, const Router
   for (float v : chosen) sum += v;
   for (int k = 0; k < a.K; k++) gates[k] = (a.renorm ? chosen[k] / sum : chosen[k]) * a.scale;
 }
+static bool generic_router = false;
 static void run_router(const RouterArgs& a) {
-  const size_t shared = 4 * std::max<size_t>((size_t)a.tokens * std::max(a.D, a.E), a.T * a.K + 3 * a.E);
-  launch((const void*)router_topk, dim3((a.E + 7) / 8, (a.T + a.tokens - 1) / a.tokens), 256, shared, a);
+  const size_t shared = 4 * ((size_t)a.tokens * (a.D + a.E) + std::max(a.tokens * a.E, a.T * a.K) + 64);
+  const void* kernel = a.E > 128 || a.select || generic_router ? (const void*)router_topk : a.tokens == 1 ? (const void*)router_topk_t1 : (const void*)router_topk_t4;
+  launch(kernel, dim3(8, (a.T + a.tokens - 1) / a.tokens), 256, shared, a);
 }
-#define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g32}
-static int expert_row(int bits, int G) { return bits == 8 ? (G == 32 ? 4 : 3) : G == 32 ? 2 : G == 64 ? 1 : 0; }
+#define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c}
 static void run_gate_up(const GateUpArgs& a, int bits, int max_slots) {
-  static const void* table[5] = EXPERT_VARIANTS(gate_up);
-  const int step = 4 * 128 / bits, cap = bits == 4 && a.G == 32 ? 8 : 16, warps = std::max(1, std::min(cap, ((a.D + step - 1) / step + 1) / 2));
-  launch(table[expert_row(bits, a.G)], dim3((a.F + 15) / 16, max_slots), 32 * warps, 4 * warps * 320, a);
+  static const void* table[7] = EXPERT_VARIANTS(gate_up);
+  const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), cap = row == 1 || row == 2 || row == 5 ? 8 : 16, warps = std::max(1, std::min(cap, ((a.D + step - 1) / step + 1) / 2));
+  launch(table[row], dim3((a.F + 15) / 16, max_slots), 32 * warps, (size_t)warps * (128 * chunk_stride_of(step / 4) + 1280), a);
 }
-static int down_threads = 256, down_chunk_one = 3, down_chunk_many = 6;
+static int down_threads = 512, down_steps = 3;
 static void run_down(DownArgs a, int bits) {
-  static const void* table[5] = EXPERT_VARIANTS(down);
-  const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, most = a.T == 1 ? down_chunk_one : down_chunk_many;
-  int chunks = (steps + most - 1) / most;
+  static const void* table[7] = EXPERT_VARIANTS(down);
+  const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, row = format_row(bits, a.G, a.F), threads = row == 1 || row == 2 || row == 5 ? 256 : down_threads;
+  int chunks = (steps + down_steps - 1) / down_steps;
   a.chunk_steps = (steps + chunks - 1) / chunks;
   chunks = (steps + a.chunk_steps - 1) / a.chunk_steps;
-  launch(table[expert_row(bits, a.G)], dim3((a.D + 15) / 16), bits == 4 && a.G == 32 ? 256 : down_threads, 64ull * a.T * a.K * chunks, a);
+  launch(table[row], dim3((a.D + 15) / 16), threads, 16ull * (threads / 32) * std::min(a.T, 8) * chunk_stride_of(a.chunk_steps * step / 8) + 64ull * a.T * a.K * chunks, a);
 }
 
 struct Experts {
@@ -448,7 +452,7 @@ static void check_router_and_experts() {
 }
 
 // ----------------------------------------------------------------------------------------------------------------- attention
-static size_t attention_shared(int Dh) { return std::max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 2) * 4) + 16 * (Dh + 8) * 2 + 16 * Dh * 4 + 256; }
+static size_t attention_shared(int Dh) { return std::max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 2) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
 static void run_attention(const AttentionArgs& a, int Dh, int T) {
   const void* k = Dh == 32 ? (const void*)attention_decode_d32 : Dh == 64 ? (const void*)attention_decode_d64 : Dh == 96 ? (const void*)attention_decode_d96 : (const void*)attention_decode_d128;
   launch(k, dim3(a.max_splits, a.Hk, T), 128, attention_shared(Dh), a);
@@ -603,7 +607,7 @@ static Model build(const Shape& s, int context, int max_batch) {
   OK(cudaDeviceSynchronize());
   return m;
 }
-static int staged_most = 4, router_tokens = 4, max_splits_one = 32;
+static int o_variant = N1, staged_most = 4, router_tokens = 4, max_splits_one = 32;
 struct Buffers {
   float *x, *q, *k, *v, *logits, *router_logits, *gates, *partial;
   bf16 *normed, *attn, *h;
@@ -638,7 +642,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
       a.m[0] = {y.q.packed, y.q.scale, nullptr, nullptr, b.q, q, q, 0, 1.f};
       a.m[1] = {y.k.packed, y.k.scale, nullptr, nullptr, b.k, kv, kv, 0, 1.f};
       a.m[2] = {y.v.packed, y.v.scale, nullptr, nullptr, b.v, kv, kv, 0, 1.f};
-      run_linear(a, 8, variant);
+      run_linear(a, 8, variant ? variant : R);
     }});
     ops.push_back({"attention", l, 2.0 * T * m.context * kv * 2, [=] {
       AttentionArgs a = {};
@@ -651,7 +655,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
       LinearArgs a = {};
       a.x = b.attn, a.T = T, a.K = q, a.G = 128, a.x_stride = q, a.num_matrices = 1;
       a.m[0] = {y.o.packed, y.o.scale, nullptr, b.x, b.x, s.D, s.D, 0, 0.1f};
-      run_linear(a, 8, variant);
+      run_linear(a, 8, variant ? variant : o_variant);
     }});
     ops.push_back({"router", l, 2.0 * s.E * s.D, [=] {
       RouterArgs a = {};
@@ -667,7 +671,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
     LinearArgs a = {};
     a.x = variant ? (void*)b.normed : (void*)b.x, a.x_is_f32 = !variant, a.norm = !variant, a.gain = m.final_gain, a.eps = 1e-6f, a.T = T, a.K = s.D, a.G = 128, a.x_stride = s.D, a.num_matrices = 1;
     a.m[0] = {m.head.packed, m.head.scale, nullptr, nullptr, b.logits, s.V, s.V, 0, 1.f};
-    run_linear(a, 8, variant);
+    run_linear(a, 8, variant ? variant : R);
   }});
   ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(4, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 2048, nullptr, s.V}); }});
   return ops;
@@ -740,22 +744,28 @@ int main(int argc, char** argv) {
     use_pdl = false;
     check_rows(), printf("rows: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     check_linear(), printf("linear: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
-    check_router_and_experts(), printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    check_router_and_experts(), generic_router = true, check_router_and_experts(), generic_router = false, printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     check_attention(), printf("attention: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     use_pdl = true;
   }
-  staged_most = value("staged", staged_most), down_threads = value("down_threads", down_threads), down_chunk_one = value("down_chunk", down_chunk_one), max_splits_one = value("splits", max_splits_one);
+  staged_most = value("staged", staged_most), down_threads = value("down_threads", down_threads), down_steps = value("down_steps", down_steps), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
   if (has("step")) {
     const int context = value("context", 512);
-    Model m = build(has("mixtral") ? mixtral : qwen, context, context > 2048 ? 1 : 64);
+    Shape shape = has("mixtral") ? mixtral : qwen;
+    shape.L = value("layers", shape.L), use_pdl = !has("plain");
+    Model m = build(shape, context, context > 2048 ? 1 : 64);
     std::vector<int> batches = {1, 4, 8, 16, 32};
     if (has("one") || context > 2048) batches = {1};
+    if (value("batch", 0)) batches = {value("batch", 0)};
     measure(m, batches, has("kernels"));
     if (has("variants")) {
       use_pdl = false, printf("without dependent launch: "), measure(m, {1}, false), use_pdl = true;
+      o_variant = S, printf("o staged: "), measure(m, {1, 4}, false), o_variant = N1;
       for (int s : {0, 8}) staged_most = s, printf("staged up to %d: ", s), measure(m, {4, 8}, false);
       staged_most = 4;
-      for (int t : {256, 512}) for (int c : {2, 3, 6}) down_threads = t, down_chunk_one = c, printf("down threads %d chunk %d: ", t, c), measure(m, {1, 16}, false);
+      for (int c : {1, 2}) blocks_each = c, printf("%d blocks: ", c), measure(m, {1}, false);
+      blocks_each = 0;
+      for (int c : {4, 16}) max_splits_one = c, printf("splits %d: ", c), measure(m, {1}, false);
     }
   }
   return failures != 0;

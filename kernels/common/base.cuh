@@ -70,13 +70,30 @@ DEV void dependents_launch() {
 #endif
 }
 
+// Thread block clusters, sm_90 and later: barrier halves, and a store into the shared memory of block `rank`.
+#if __CUDA_ARCH__ >= 900
+#define HAS_CLUSTERS 1
+DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEV void cluster_store_f32(float* p_sh, int rank, float x) {
+  asm volatile("{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2;}" ::"r"(shared_address(p_sh)), "r"(rank), "f"(x) : "memory");
+}
+#else
+#define HAS_CLUSTERS 0
+#endif
+
 #define INFINITY_F __int_as_float(0x7f800000)
 
 DEV u32 word_at(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 DEV int div_up(int a, int b) { return (a + b - 1) / b; }
 DEV int min_int(int a, int b) { return a < b ? a : b; }
 DEV int max_int(int a, int b) { return a > b ? a : b; }
-DEV float silu(float x) { return x / (1.f + __expf(-x)); }
+DEV float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+DEV float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
 // Position of element k in the order in which four-bit products read activations: each run of 8 as 0 4 1 5 2 6 3 7.
 DEV int nibble_position(int k) { return (k & ~7) | ((k & 3) << 1) | ((k >> 2) & 1); }

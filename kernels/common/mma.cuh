@@ -6,7 +6,7 @@
 #include "base.cuh"
 
 DEV void mma_16x8x16(float* c, const u32* a, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -25,13 +25,15 @@ DEV u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 // nibbles i and i + 4 of a word, minus 8: 0x4300 | n is 128 + n, exact
 DEV u32 nibble_pair(u32 word, int i) {
   u32 r;
-  asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xEA;" : "=r"(r) : "r"(word >> (4 * i)));
+  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xEA;" : "=r"(r) : "r"(word >> (4 * i)), "r"(0x43004300u));
   return fma_bf16x2(r, 0x3f803f80u, 0xc308c308u);
 }
 // bytes 2 i and 2 i + 1 of a word, minus 128: (128 + low seven bits) - (256 or, with the top bit, 128)
 DEV u32 byte_pair(u32 word, int i) {
   const u32 b = __byte_perm(word, 0u, i ? 0x4342 : 0x4140);
-  const u32 low = (b & 0x007f007fu) | 0x43004300u, off = (~b & 0x00800080u) | 0xc300c300u;
+  u32 low, off;
+  asm("lop3.b32 %0, %1, 0x007f007f, %2, 0xEA;" : "=r"(low) : "r"(b), "r"(0x43004300u));
+  asm("lop3.b32 %0, %1, 0x00800080, %2, 0xAE;" : "=r"(off) : "r"(b), "r"(0xc300c300u));
   return fma_bf16x2(low, 0x3f803f80u, off);
 }
 
@@ -62,19 +64,10 @@ template <int SUB>
 struct StepScales {
   u32 lo[SUB], hi[SUB];
 };
-template <int BITS, int SUB>
-DEV void load_scales(StepScales<SUB>& s, const bf16* row_lo, const bf16* row_hi, int k, int K, int G) {
-  if constexpr (BITS != 16)
-#pragma unroll
-  for (int q = 0; q < SUB; q++) {
-    const int kk = k + q * (Codes<BITS>::STEP_K / SUB);
-    s.lo[q] = kk < K ? load_u16_const(row_lo + kk / G) : 0;
-    s.hi[q] = kk < K ? load_u16_const(row_hi + kk / G) : 0;
-  }
-}
 
-// acc[NT][4] += scale * codes x activations over one step. x[nt][c]: chunk c of column g, zero where there is no token. With
-// several groups in a step the products are taken once a group with the other lanes' activations masked.
+// acc[NT][4] += scale * codes x activations over one step. x[nt][c]: chunk c of column g; columns are independent, so that one
+// without a token may hold anything. With several groups in a step the products are taken once a group with the other lanes'
+// activations masked.
 template <int BITS, int SUB, int NT>
 DEV void step_products(float (*acc)[4], const uint4& lo, const uint4& hi, const StepScales<SUB>& s, const uint4 (*x)[Codes<BITS>::CHUNKS]) {
   if constexpr (BITS == 16) {

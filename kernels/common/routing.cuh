@@ -2,7 +2,7 @@
 #pragma once
 #include "base.cuh"
 
-// One expert that at least one token chose. 80 bytes, aligned to 16.
+// One expert that at least one token chose. 96 bytes, aligned to 16.
 struct ExpertSlot {
   const u32* gate_packed;  // [F, D / 8]
   const bf16* gate_scale;  // [F, D / G]
@@ -15,4 +15,5 @@ struct ExpertSlot {
   int count;     // pairs
   int reserved;
   u16 pair[8];   // the first eight of them: token * K + rank
+  u16 token[8];  // and their tokens
 };
