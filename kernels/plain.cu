@@ -424,32 +424,6 @@ extern "C" __global__ void plain_add(float* acc, const float* add, u64 n, float 
   for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) acc[i] += scale * add[i];
 }
 
-// dst[r] = index of the first maximum of row r. Grid (rows), block 1024.
-extern "C" __global__ void plain_argmax(int* dst, const float* logits, int width) {
-  __shared__ float top_of[32];
-  __shared__ int best_of[32];
-  const float* x = logits + (size_t)blockIdx.x * width;
-  float top = MINUS_INFINITY;
-  int best = width, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  for (int i = threadIdx.x; i < width; i += blockDim.x)
-    if (best == width || x[i] > top) top = x[i], best = i;
-  for (int round = 0; round < 2; round++) {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      float other = __shfl_xor_sync(ALL, top, o);
-      int at = __shfl_xor_sync(ALL, best, o);
-      if (other > top || (other == top && at < best)) top = other, best = at;
-    }
-    if (round == 0) {
-      if (lane == 0) top_of[warp] = top, best_of[warp] = best;
-      __syncthreads();
-      top = lane < (int)blockDim.x / 32 ? top_of[lane] : MINUS_INFINITY;
-      best = lane < (int)blockDim.x / 32 ? best_of[lane] : width;
-    }
-  }
-  if (threadIdx.x == 0) dst[blockIdx.x] = best;
-}
-
 __device__ __forceinline__ u32 mixed(u64 x) {  // splitmix64 finaliser
   x += 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;

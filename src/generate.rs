@@ -121,14 +121,7 @@ pub fn generate(
     Ok(outcome)
 }
 
-fn pass(
-    engine: &mut Engine,
-    seq: SeqId,
-    start: usize,
-    tokens: &[u32],
-    rows: Rows,
-    context: usize,
-) -> Result<(), EngineError> {
+fn pass(engine: &mut Engine, seq: SeqId, start: usize, tokens: &[u32], rows: Rows, context: usize) -> Result<(), EngineError> {
     let mut batch = Batch::default();
     batch.push(seq, start, tokens, rows, context);
     engine.pass(&batch)

@@ -148,8 +148,7 @@ fn the_fast_path_agrees() {
         let (num_tok, expected) = (reference.num_tok, &reference.tensors["logits"]);
         let num_seq = reference.ids.len() / num_tok;
         let weights = Arc::new(Weights::open(&dir).unwrap());
-        let mut engine =
-            Engine::from(cuda::Engine::open(weights, Default::default(), &mut |_, _| (), &mut |_| ()).unwrap());
+        let mut engine = Engine::from(cuda::Engine::open(weights, Default::default(), &mut |_, _| (), &mut |_| ()).unwrap());
         let vocab = engine.spec().vocab;
         for step in [num_tok, 1] {
             let mut found = vec![0.0; expected.len()];

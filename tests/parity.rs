@@ -22,7 +22,9 @@ fn has_gpu() -> bool {
 }
 
 fn shown(rows: &[Row]) -> String {
-    let line = |r: &Row| format!("{:16} {:14} {:.2e} (bound {:.0e}, up to {} tokens)", r.step, r.format, r.error, r.tolerance, r.most_tok);
+    let line = |r: &Row| {
+        format!("{:16} {:14} {:.2e} (bound {:.0e}, up to {} tokens)", r.step, r.format, r.error, r.tolerance, r.most_tok)
+    };
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 

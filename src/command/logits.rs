@@ -73,14 +73,7 @@ fn read_ids(path: &std::path::Path) -> Result<(Vec<u32>, [usize; 2])> {
 }
 
 /// Runs `ids`, `[B, T]`, whole or token by token, and collects what was asked for.
-pub fn compute(
-    engine: &mut Engine,
-    ids: &[u32],
-    num_tok: usize,
-    step: bool,
-    hidden: bool,
-    routers: bool,
-) -> Result<Outputs> {
+pub fn compute(engine: &mut Engine, ids: &[u32], num_tok: usize, step: bool, hidden: bool, routers: bool) -> Result<Outputs> {
     let num_seq = ids.len() / num_tok;
     let chunk = if step { 1 } else { num_tok };
     let mut outputs = Outputs::default();

@@ -1,6 +1,8 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
+mod bench;
 mod calibrate;
+mod doctor;
 mod inspect;
 pub mod logits;
 mod measure;
@@ -83,6 +85,8 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Perplexity(args) => perplexity::perplexity(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
+        Command::Bench(args) => bench::bench(&args, out),
+        Command::Doctor(args) => doctor::doctor(&args, out),
     }
 }
 

@@ -87,7 +87,8 @@ pub fn rows(trial: Trial, on: &mut dyn FnMut(&str)) -> Result<Vec<Row>, ParityEr
     for (name, config) in models() {
         for format in formats() {
             on(&format!("{name} {}", format.name));
-            let dir = std::env::temp_dir().join(format!("moe-parity-{}-{name}-{}", std::process::id(), format.name.replace(':', "-")));
+            let dir =
+                std::env::temp_dir().join(format!("moe-parity-{}-{name}-{}", std::process::id(), format.name.replace(':', "-")));
             let dir = OutputDir::create(&dir, Existing::Replace)?;
             write_model(dir.path(), &config, &format)?;
             for row in compare(dir.path(), &format, trial)? {
@@ -142,7 +143,13 @@ fn models() -> Vec<(&'static str, Value)> {
         config
     };
     vec![
-        ("windowed", base("mixtral", json!({"intermediate_size": 128, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 11}))),
+        (
+            "windowed",
+            base(
+                "mixtral",
+                json!({"intermediate_size": 128, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 11}),
+            ),
+        ),
         (
             "head-norms",
             base(
@@ -152,7 +159,10 @@ fn models() -> Vec<(&'static str, Value)> {
         ),
         (
             "whole-norms",
-            base("olmoe", json!({"intermediate_size": 160, "num_experts": 8, "norm_topk_prob": false, "clip_qkv": 0.8, "num_key_value_heads": 6})),
+            base(
+                "olmoe",
+                json!({"intermediate_size": 160, "num_experts": 8, "norm_topk_prob": false, "clip_qkv": 0.8, "num_key_value_heads": 6}),
+            ),
         ),
         (
             "sparse-mixer",

@@ -127,13 +127,14 @@ impl Engine {
         let Some(w) = width(m) else { return false };
         let cols = m.cols as usize;
         let name = w.name(cols).is_some();
-        name && self.variant(w, cols, 1, num_tok).is_some()
+        name && launch::linear(w, cols, 1, num_tok, false, self.limits()).is_some()
     }
 
-    /// Staged for few tokens where it fits, else from bf16.
-    fn variant(&self, w: Width, cols: usize, tiles: usize, num_tok: usize) -> Option<launch::LinearLaunch> {
+    /// Staged for few tokens of `f32` where it fits, else from bf16.
+    fn variant(&self, w: Width, cols: usize, tiles: usize, num_tok: usize, floats: bool) -> Option<launch::LinearLaunch> {
         let limits = self.limits();
-        let staged = if num_tok <= launch::STAGED_TOK { launch::linear(w, cols, tiles, num_tok, true, limits) } else { None };
+        let few = floats && num_tok <= launch::STAGED_TOK;
+        let staged = if few { launch::linear(w, cols, tiles, num_tok, true, limits) } else { None };
         staged.or_else(|| launch::linear(w, cols, tiles, num_tok, false, limits))
     }
 
@@ -148,10 +149,16 @@ impl Engine {
             rest = later;
             let cols = first.w.cols as usize;
             let tiles = now.iter().map(|o| (o.w.rows as usize).div_ceil(16)).sum();
-            let (Some(plan), Some(name)) = (self.variant(w, cols, tiles, num_tok), w.name(cols)) else { return Ok(()) };
+            let (Some(plan), Some(name)) =
+                (self.variant(w, cols, tiles, num_tok, !matches!(source, Source::Rounded { .. })), w.name(cols))
+            else {
+                return Ok(());
+            };
             let mut args = LinearArgs { t: num_tok as i32, k: cols as i32, g: first.w.group, ..LinearArgs::ZERO };
-            if plan.variant == "s" {
+            let mut variant = plan.variant;
+            if variant == "s" {
                 self.staged_source(&mut args, source);
+                variant = if args.norm == 1 { "r" } else { "s" };
             } else {
                 let nibble = w.bits == 4;
                 (args.x, args.x_stride) = self.rounded_source(source, cols, nibble, &mut rounded, num_tok)?;
@@ -170,7 +177,7 @@ impl Engine {
                     out_scale: o.scale,
                 };
             }
-            self.fast.launch(&format!("linear_{name}_{}", plan.variant), plan.grid, &args)?;
+            self.fast.launch(&format!("linear_{name}_{variant}"), plan.grid, &args)?;
         }
         Ok(())
     }
@@ -264,9 +271,7 @@ impl Engine {
         let last_w = self.store.matrix(last.w);
         let fused = decode.filter(|d| view.decode && self.attention_fits(d, num_tok));
         let source = if let Some(part) = fused {
-            // Staged products reorder by themselves.
-            let staged = width(&last_w).and_then(|w| self.variant(w, last_w.cols as usize, 1, num_tok)).is_some_and(|v| v.variant == "s");
-            let nibble = last_w.kind == Kind::Int4 && !staged;
+            let nibble = last_w.kind == Kind::Int4;
             self.decode_attention(middle, part, nibble, view)?;
             Source::Rounded { at: self.work.rounded_attn.at(0), stride: (part.heads.q * part.heads.dim) as i32, nibble }
         } else {
@@ -361,8 +366,7 @@ impl Engine {
     /// The gated activation of two slots and the product after it.
     fn second_half(&self, gate: &Product, down: &Product, output: Output, view: &View) -> Result<(), EngineError> {
         let (f, w) = (self.store.matrix(gate.w).rows, self.store.matrix(down.w));
-        let staged = width(&w).and_then(|width| self.variant(width, w.cols as usize, 1, view.num_tok)).is_some_and(|v| v.variant == "s");
-        let nibble = w.kind == Kind::Int4 && !staged;
+        let nibble = w.kind == Kind::Int4;
         let y = self.work.rounded_act.at(0);
         let args = GatedActArgs { y, gate: self.at(Slot::Gate), up: self.at(Slot::Up), f, nibble_order: nibble as i32 };
         self.fast.launch("gated_act", launch::parts((f as usize).div_ceil(256), view.num_tok, 256), &args)?;
@@ -484,7 +488,8 @@ impl Engine {
             scale: rule.scale,
             ..RouterArgs::ZERO
         };
-        self.fast.launch("router_topk", router_grid, &args)?;
+        let plain_top = matches!(router.select, crate::model::spec::Select::Top);
+        self.fast.launch(launch::router_name(router.experts, plain_top, num_tok), router_grid, &args)?;
         let (f, k) = (f as i32, top_k as i32);
         let args = GateUpArgs { h, x: normed, slots: list, num_slots, pairs, d: width as i32, f, k, g: gate.group };
         let name = |w: super::launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");

@@ -295,7 +295,8 @@ fn compiler_paths() -> Vec<PathBuf> {
     roots.extend(variable("CUDA_HOME").or_else(|| variable("CUDA_PATH")));
     roots.extend(variable("CONDA_PREFIX"));
     roots.extend(["/usr/local/cuda", "/opt/cuda"].map(PathBuf::from));
-    let mut folders: Vec<PathBuf> = roots.iter().flat_map(|r| ["lib64", "lib", "targets/x86_64-linux/lib"].map(|l| r.join(l))).collect();
+    let mut folders: Vec<PathBuf> =
+        roots.iter().flat_map(|r| ["lib64", "lib", "targets/x86_64-linux/lib"].map(|l| r.join(l))).collect();
     let mut pythons: Vec<PathBuf> = variable("VIRTUAL_ENV").into_iter().collect();
     pythons.push(".venv-nvrtc".into());
     pythons.extend(variable("HOME").map(|h| h.join(".local")));

@@ -79,8 +79,7 @@ impl Engine {
             }
             Step::Route { src, w, router, .. } => {
                 let (w, none) = (self.store.matrix(*w), self.store.optional(None));
-                let (logits, experts, gates) =
-                    (self.work.router_logits.at(0), self.work.experts.at(0), self.work.gates.at(0));
+                let (logits, experts, gates) = (self.work.router_logits.at(0), self.work.experts.at(0), self.work.gates.at(0));
                 let grid = launch::rows(router.experts, num_tok);
                 let (num_experts, from) = (router.experts as i32, self.at(*src));
                 k.plain_linear(grid, logits, num_experts, from, self.row(*src), 0, w, none, 1.0, num_tok as i32)?;

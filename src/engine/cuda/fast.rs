@@ -17,6 +17,7 @@ macro_rules! structs {
 
             impl $name {
                 /// All zero, which is null, no and none.
+                #[allow(dead_code, reason = "small structs are written out in full")]
                 pub const ZERO: $name = {
                     // SAFETY: integers and floats only, for which zero is a value.
                     unsafe { std::mem::zeroed() }
@@ -156,16 +157,6 @@ structs! {
         warm: u64,
         warm_bytes: u64,
     }
-    /// Embedding.
-    EmbedArgs in "rows.cu" {
-        x: u64,
-        table: u64,
-        table_scale: u64,
-        tokens: u64,
-        d: i32,
-        g: i32,
-        scale: f32,
-    }
     /// Norm or conversion of rows.
     NormArgs in "rows.cu" {
         y: u64,
@@ -252,17 +243,15 @@ impl Fast {
 /// Kernels of a source.
 fn names(program: &str) -> Vec<String> {
     let widths = |with_floats: bool| {
-        let all = ["w4", "w4_g64", "w4_g32", "w8", "w8_g32", "w16"];
+        let all = ["w4", "w4_g64", "w4_g32", "w8", "w8_g64", "w8_g32", "w8_c", "w16"];
         all.into_iter().filter(move |w| with_floats || *w != "w16")
     };
     match program {
-        "linear.cu" => widths(true).flat_map(|w| ["s", "n1", "n2", "n4"].map(|v| format!("linear_{w}_{v}"))).collect(),
-        "router.cu" => vec!["router_topk".into()],
+        "linear.cu" => widths(true).flat_map(|w| ["s", "r", "n1", "n2", "n4"].map(|v| format!("linear_{w}_{v}"))).collect(),
+        "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1"].map(String::from).to_vec(),
         "moe.cu" => widths(false).flat_map(|w| [format!("moe_gate_up_{w}"), format!("moe_down_{w}")]).collect(),
         "attention.cu" => [32, 64, 96, 128].map(|d| format!("attention_decode_d{d}")).to_vec(),
-        "rows.cu" => ["embed_w16", "embed_w8", "embed_w4", "norm_rows", "gated_act", "add_gated", "argmax_rows"]
-            .map(String::from)
-            .to_vec(),
+        "rows.cu" => ["norm_rows", "gated_act", "add_gated", "argmax_rows"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
 }

@@ -198,7 +198,11 @@ fn half(steps: &[Step]) -> Option<Block> {
     let (lead, Step::Add { scale, .. }) = (lead(first)?, last) else { return None };
     let scale = *scale;
     match inner {
-        [Step::Route { src: Slot::Normed, w, router, layer }, Step::Experts { dst: Slot::Block, src: Slot::Normed, width, .. }, tail @ ..] => {
+        [
+            Step::Route { src: Slot::Normed, w, router, layer },
+            Step::Experts { dst: Slot::Block, src: Slot::Normed, width, .. },
+            tail @ ..,
+        ] => {
             let shared = if tail.is_empty() { None } else { Some(shared(tail)?) };
             Some(Block::Moe { lead, router_w: *w, router: *router, layer: layer.0, width: *width, shared, scale })
         }
@@ -238,7 +242,9 @@ fn decode(middle: &[Step]) -> Option<DecodePart> {
         part.norms = Some((*q, *k, norm.eps, *width));
         rest = tail;
     }
-    if let [Step::Clip { buf: Slot::Q, limit }, Step::Clip { buf: Slot::K, .. }, Step::Clip { buf: Slot::V, .. }, tail @ ..] = rest {
+    if let [Step::Clip { buf: Slot::Q, limit }, Step::Clip { buf: Slot::K, .. }, Step::Clip { buf: Slot::V, .. }, tail @ ..] =
+        rest
+    {
         part.clip = Some(*limit);
         rest = tail;
     }

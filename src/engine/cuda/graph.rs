@@ -51,9 +51,18 @@ struct Rotation {
     sines: Buffer,
 }
 
-struct Graph {
+pub(super) struct Graph {
     exec: sys::CUgraphExec,
     device: Arc<Device>,
+}
+
+impl Graph {
+    /// Replays it behind everything already in the stream.
+    pub fn launch(&self) -> Result<(), CudaError> {
+        self.device.current()?;
+        // SAFETY: the graph's buffers live as long as the engine; whoever replaces one forgets the graphs.
+        unsafe { result::graph::launch(self.exec, self.device.stream()) }.during("launch a graph")
+    }
 }
 
 // SAFETY: graph handles may be used from any thread, one at a time, which `&mut Engine` sees to.
@@ -164,7 +173,13 @@ impl Engine {
     }
 
     /// Uploads what the graph starts from.
-    pub(super) fn prepare(&mut self, seqs: &[SeqId], tokens: &[u32], positions: &[u32], context: usize) -> Result<(), EngineError> {
+    pub(super) fn prepare(
+        &mut self,
+        seqs: &[SeqId],
+        tokens: &[u32],
+        positions: &[u32],
+        context: usize,
+    ) -> Result<(), EngineError> {
         self.rotate_up_to(context, positions.iter().max().map_or(1, |&p| p as usize + 1))?;
         let wanted: Vec<(SeqId, usize)> = seqs.iter().map(|&s| (s, self.pages.pages(s).len())).collect();
         let same = |a: &[(SeqId, usize)], b: &[(SeqId, usize)]| a.len() >= b.len() && a[..b.len()] == *b;
@@ -238,26 +253,36 @@ impl Engine {
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = self.spec.vocab;
         if let Some(graph) = self.decode.graphs.get(&num_tok) {
-            // SAFETY: the graph's buffers live as long as the engine; whoever replaces one forgets the graphs.
-            unsafe { result::graph::launch(graph.exec, self.device.stream()) }.during("launch a graph")?;
+            graph.launch()?;
         }
         Ok(())
     }
 
     fn capture(&mut self, num_tok: usize) -> Result<Graph, EngineError> {
+        self.captured(|engine| engine.decode_step(num_tok))
+    }
+
+    /// A graph of some groups alone, for timing.
+    pub(super) fn capture_groups(&mut self, num_tok: usize, groups: &[usize]) -> Result<Graph, EngineError> {
+        let view = self.decode_view(num_tok);
+        self.captured(|engine| groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop)))
+    }
+
+    fn captured(&mut self, launches: impl FnOnce(&mut Self) -> Result<(), EngineError>) -> Result<Graph, EngineError> {
         self.device.synchronize()?;
         let stream = self.device.stream();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives.
         unsafe { result::stream::begin_capture(stream, mode) }.during("capture a graph")?;
-        let launched = self.decode_step(num_tok);
+        let launched = launches(self);
         // SAFETY: capture began above; it must end whether or not the launches went well.
         let graph = unsafe { result::stream::end_capture(stream) }.during("capture a graph");
         launched?;
         let graph = graph?;
         // SAFETY: the graph was just made, and is destroyed once.
         let exec = unsafe {
-            let exec = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY);
+            let exec =
+                result::graph::instantiate(graph, sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY);
             let _ = result::graph::destroy(graph);
             exec
         };

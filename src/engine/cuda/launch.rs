@@ -101,19 +101,20 @@ pub struct Width {
 impl Width {
     /// The part of a kernel's name that says so; `None` where no kernel was built.
     pub fn name(self, cols: usize) -> Option<&'static str> {
-        let whole = |step: usize| self.group == cols || self.group.is_multiple_of(step);
         match (self.bits, self.group) {
             (16, _) => Some("w16"),
-            (4, 32) => Some("w4_g32"),
+            (8, group) if group == cols => Some("w8_c"),
+            (4, 128) => Some("w4"),
             (4, 64) => Some("w4_g64"),
-            (4, _) if whole(128) => Some("w4"),
+            (4, 32) => Some("w4_g32"),
+            (8, 128) => Some("w8"),
+            (8, 64) => Some("w8_g64"),
             (8, 32) => Some("w8_g32"),
-            (8, _) if whole(64) => Some("w8"),
             _ => None,
         }
     }
 
-    /// Groups shorter than a step need more registers, hence smaller blocks.
+    /// Groups shorter than a step of four lanes need more registers, hence smaller blocks.
     fn is_small(self) -> bool {
         self.bits != 16 && self.group < step_cols(self.bits)
     }
@@ -122,7 +123,7 @@ impl Width {
 /// Which variant of a product, and how it is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearLaunch {
-    /// `s` reads `f32` and normalises; `n1`, `n2`, `n4` read bf16.
+    /// `s` reads `f32` in natural order and may normalise; `n1`, `n2`, `n4` read bf16.
     pub variant: &'static str,
     /// Blocks walk over tiles of 16 rows.
     pub grid: Grid,
@@ -141,26 +142,36 @@ pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: b
     let small = wide > 1 || width.is_small();
     let warps = quads.clamp(1, if small { 8 } else { 16 });
     let (chunks, rows) = if staged { (quads * step / 2, num_tok) } else { (step / 2, 8 * wide * warps) };
-    let shared = 4 * (8 * warps).max(32) + 640 * warps * wide + 16 * chunk_stride(chunks) * rows;
+    let shared = 4 * (8 * warps).max(32) + 1280 * warps * wide + 16 * chunk_stride(chunks) * rows;
     if shared > limits.block_shared_bytes {
         return None;
     }
     let registers = if small { 208 } else { 80 };
-    let fit = (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * registers)).min(SM_THREADS / (warps * 32));
+    let fit =
+        (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * registers)).min(SM_THREADS / (warps * 32));
     let blocks = tiles.min(fit.max(1) * limits.num_sm);
     Some(LinearLaunch { variant, grid: Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared) })
 }
 
 /// Tokens that a block of the fused router takes.
 pub fn router_tokens(num_tok: usize) -> usize {
-    num_tok.min(4)
+    if num_tok == 1 { 1 } else { 4 }
+}
+
+/// The narrowest instance of the fused router.
+pub fn router_name(experts: usize, plain_top: bool, num_tok: usize) -> &'static str {
+    match num_tok {
+        _ if experts > 128 || !plain_top => "router_topk",
+        1 => "router_topk_t1",
+        _ => "router_topk_t4",
+    }
 }
 
 /// The fused router.
 pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
     let tokens = router_tokens(num_tok);
-    let shared = 4 * (tokens * d.max(experts)).max(num_tok * top_k + 3 * experts);
-    let grid = Grid::new([experts.div_ceil(8), num_tok.div_ceil(tokens.max(1)), 1], 256).shared(shared);
+    let shared = 4 * (tokens * (d + experts) + (tokens * experts).max(num_tok * top_k) + 64);
+    let grid = Grid::new([8, num_tok.div_ceil(tokens), 1], 256).shared(shared);
     (shared <= limits.block_shared_bytes).then_some(grid)
 }
 
@@ -198,7 +209,7 @@ pub fn attention_splits(num_tok: usize) -> usize {
 pub fn attention(head_dim: usize, kv_heads: usize, num_tok: usize) -> Grid {
     let pages = 4 * 2 * 16 * (head_dim + 8) * 2;
     let merge = 4 * 16 * (head_dim + 2) * 4;
-    let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + 16 * head_dim * 4 + 256;
+    let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + 18 * head_dim * 4;
     Grid::new([attention_splits(num_tok), kv_heads, num_tok], 128).shared(shared)
 }
 
@@ -249,7 +260,7 @@ mod tests {
         let name = |bits, group, cols| Width { bits, group }.name(cols);
         assert_eq!(name(4, 128, 2048), Some("w4"));
         assert_eq!(name(4, 64, 192), Some("w4_g64"));
-        assert_eq!(name(8, 1408, 1408), Some("w8"));
+        assert_eq!(name(8, 1408, 1408), Some("w8_c"));
         assert_eq!(name(8, 32, 96), Some("w8_g32"));
         assert_eq!(name(4, 96, 192), None);
         assert_eq!(name(16, 7, 7), Some("w16"));

@@ -177,6 +177,11 @@ impl Layout {
         layout
     }
 
+    /// Every tensor, in the order of the addresses.
+    pub fn ids(&self) -> impl Iterator<Item = &TensorId> {
+        self.order.iter()
+    }
+
     /// Bytes that one tensor takes.
     pub fn stored_bytes(&self, id: TensorId) -> u64 {
         self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.scale_bytes()) as u64)
@@ -195,12 +200,7 @@ pub(super) struct Store {
 
 impl Store {
     /// Copies a model directory; `on` is told of every byte that has been taken from the files.
-    pub fn load(
-        device: &Arc<Device>,
-        weights: &Weights,
-        layout: Layout,
-        on: &mut dyn FnMut(u64),
-    ) -> Result<Self, LoadError> {
+    pub fn load(device: &Arc<Device>, weights: &Weights, layout: Layout, on: &mut dyn FnMut(u64)) -> Result<Self, LoadError> {
         let memory = Buffer::new(device, layout.bytes)?;
         let mut stager = Stager::new(device, &memory)?;
         for id in &layout.order {
@@ -226,20 +226,16 @@ impl Store {
     }
 
     /// Fills a layout with random codes of a fitting scale and unit gains, on the device.
-    pub fn random(
-        device: &Arc<Device>,
-        plain: &Plain,
-        spec: &ModelSpec,
-        layout: Layout,
-        seed: u64,
-    ) -> Result<Self, CudaError> {
+    pub fn random(device: &Arc<Device>, plain: &Plain, spec: &ModelSpec, layout: Layout, seed: u64) -> Result<Self, CudaError> {
         let memory = Buffer::new(device, layout.bytes)?;
         for (i, id) in layout.order.iter().enumerate() {
             let Some(place) = layout.places.get(id) else { continue };
             let (form, seed) = (place.form, seed.wrapping_add((i as u64) << 40));
             let (data, scales) = (memory.at(place.data_at), memory.at(place.scales_at));
             let spread = (3.0 / form.cols as f32).sqrt();
-            let fill = |at: u64, n: usize, kind: i32, scale: f32| plain.plain_random(launch::elements(n), at, n as u64, seed, kind, scale);
+            let fill = |at: u64, n: usize, kind: i32, scale: f32| {
+                plain.plain_random(launch::elements(n), at, n as u64, seed, kind, scale)
+            };
             match form.kind {
                 Kind::Int4 | Kind::Int8 => {
                     fill(data, form.data_bytes() / 4, form.kind as i32, 0.0)?;
@@ -384,9 +380,9 @@ mod tests {
     fn an_expert_is_one_run_of_bytes() {
         let form = |rows, cols| Form { rows, cols, kind: Kind::Int4, group: 32, scale_kind: Kind::Bf16 };
         let expert = |e, role| TensorId::expert(LayerId(0), ExpertId(e), role);
-        let all = [0, 1].into_iter().flat_map(|e| {
-            [(expert(e, Role::ExpertGate), form(48, 64)), (expert(e, Role::ExpertDown), form(64, 96))]
-        });
+        let all = [0, 1]
+            .into_iter()
+            .flat_map(|e| [(expert(e, Role::ExpertGate), form(48, 64)), (expert(e, Role::ExpertDown), form(64, 96))]);
         let layout = Layout::place(all.chain([(TensorId::global(Role::Head), form(10, 64))]));
         let mut spans: Vec<(usize, usize)> = Vec::new();
         for p in layout.places.values() {

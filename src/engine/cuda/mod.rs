@@ -11,6 +11,7 @@ pub mod fuse;
 mod graph;
 pub mod launch;
 mod load;
+pub mod measure;
 mod memory;
 pub mod module;
 mod pages;
@@ -245,7 +246,10 @@ impl Engine {
         let spec = weights.spec().clone();
         let layout = Layout::of_weights(&weights);
         let start = Start::new(&spec, &layout, options)?;
-        planned(&start.vram, weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum());
+        planned(
+            &start.vram,
+            weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum(),
+        );
         let store = Store::load(&start.device, &weights, layout, loaded)?;
         Ok(Self::assemble(start, Some(weights), spec, store, options)?)
     }
@@ -631,10 +635,8 @@ impl Start {
         };
         let free = device.memory()?.0.saturating_sub(RESERVE_BYTES);
         let budget = options.budget_bytes.unwrap_or(free).min(free);
-        let vram = vram::plan(&needs, budget).map_err(|e| CudaError::Memory {
-            needed: memory::gigabytes(e.smallest_bytes),
-            free: memory::gigabytes(budget),
-        })?;
+        let vram = vram::plan(&needs, budget)
+            .map_err(|e| CudaError::Memory { needed: memory::gigabytes(e.smallest_bytes), free: memory::gigabytes(budget) })?;
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;
         let fast = Fast::load(&device)?;

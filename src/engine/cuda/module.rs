@@ -44,6 +44,7 @@ pub const HEADERS: &[Source] = &[
     source!("common/mma.cuh"),
     source!("common/reduce.cuh"),
     source!("common/routing.cuh"),
+    source!("common/tile.cuh"),
 ];
 
 /// Targets that every kernel must compile for.
@@ -182,11 +183,7 @@ impl Drop for Program {
 }
 
 fn check(code: nvrtc::nvrtcResult, what: &'static str) -> Result<(), CudaError> {
-    if code == nvrtc::nvrtcResult::NVRTC_SUCCESS {
-        Ok(())
-    } else {
-        Err(CudaError::Driver { what, error: format!("{code:?}") })
-    }
+    if code == nvrtc::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(CudaError::Driver { what, error: format!("{code:?}") }) }
 }
 
 /// A loaded program.
@@ -236,7 +233,6 @@ pub(super) struct Function {
     /// What a block may use so far.
     shared_bytes: AtomicU32,
 }
-
 
 // SAFETY: function handles may be used from any thread.
 unsafe impl Send for Function {}

@@ -46,11 +46,6 @@ impl Matrix {
     /// No weight.
     pub const NONE: Matrix =
         Matrix { data: 0, scales: 0, rows: 0, cols: 0, group: 1, kind: Kind::F32, scale_kind: Kind::F32, pad: 0 };
-
-    /// Plain floats.
-    pub fn floats(data: u64, rows: usize, cols: usize, kind: Kind) -> Self {
-        Matrix { data, rows: rows as i32, cols: cols as i32, group: cols as i32, kind, ..Self::NONE }
-    }
 }
 
 /// Where the tokens of a batch keep their keys and values; `Pages` in `plain.cu`.
@@ -98,7 +93,6 @@ kernels! {
         plain_gated_act(gate: u64, up: u64, n: u64);
         plain_add_gated(acc: u64, add: u64, gate: u64, width: i32);
         plain_add(acc: u64, add: u64, n: u64, scale: f32);
-        plain_argmax(dst: u64, logits: u64, width: i32);
         plain_random(dst: u64, n: u64, seed: u64, kind: i32, scale: f32);
         plain_fill(dst: u64, n: u64, kind: i32, value: f32);
         plain_read(sink: u64, src: u64, n: u64);
