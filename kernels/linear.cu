@@ -8,15 +8,17 @@
 //
 // Instances linear_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c,w16}_{s,r,n1,n2,n4}; no suffix: G = 128, c: one scale a row.
 //   s: x f32 or bf16 in natural order, any norm, into shared memory, T <= 8;  r: the same for f32 with RMSNorm alone
-//   nN: x bf16 as it is (for w4 in nibble order), no norm, 8 N tokens a pass, any T
-// Launch: one block walks tiles of 16 rows, grid = min(tiles, what fits); its warps split K, four steps each where they can:
-//   step = 128 k for w4, 64 for w8, 32 for w16;  chunks = step / 2 for nN, ceil(K / (4 step)) * step / 2 for s
-//   threads = 32 * warps, warps = clamp(ceil(K / step / 4), 1, 16; n2, n4, w4_g64, w4_g32, w8_g32: 8)
-//   shared = 4 * max(8 warps, 32) + 1280 * warps * N + 16 * ((chunks | 7) + 5) * (s: T; nN: 8 N warps), N = 1 for s
+//   n1: x bf16 as it is (for w4 in nibble order), no norm, T <= 8;  n2, n4: the same, 16 or 32 tokens a pass, any T
+// Launch: blocks walk tiles of 16 rows, grid = min(tiles, what fits); the warps of a block split K, four steps each
+//   step = 128 k for w4, 64 for w8, 32 for w16;  threads = 32 * warps, warps = clamp(ceil(K / step / 4), 1, 16; n2, n4: 8)
+//   shared n2, n4: 4 * max(8 warps, 32) + 1280 * warps * N + 16 * ((step / 2 | 7) + 5) * 8 N warps
+//   shared s, r, n1: stages * 16 * (ceil128(min(256 warps, row bytes)) + 64) + 4 * max(8 warps, 32) + 1280 * warps
+//                    + 16 * T * (s, r: (ceil(K / (4 step)) * step / 2 | 7) + 5; n1: warps * ((step / 2 | 7) + 5))
+//   stages = 1 where a block has one tile and one round of k, else 2
 //
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 2 R K 8 N on tensor cores, 13 (w4) or 8 (w8)
 // instructions a word and lane to unpack. Source: mma fragment order, prototypes; activations are permuted, never weights.
-#include "common/tile.cuh"
+#include "common/stream.cuh"
 #include "common/reduce.cuh"
 
 struct LinearMatrix {
@@ -41,6 +43,7 @@ struct LinearArgs {
   int x_is_f32;        // `s`
   int norm;            // `s`: 0 none, 1 RMS, 2 Layer
   float eps;
+  int stages;          // s, r, n1: items of weights in shared memory, 1 or 2
 };
 
 static const int STEPS = 4;  // 16-byte loads of a row that a lane keeps in flight
@@ -210,21 +213,144 @@ DEV void linear_tiles(const LinearArgs& a) {
   }
 }
 
-#define LINEAR_ONE(NAME, BITS, G, NT, STAGE, THREADS) \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_tiles<BITS, G, NT, STAGE>(a); }
-#define LINEAR(NAME, BITS, G, THREADS)                    \
-  LINEAR_ONE(NAME##_s, BITS, G, 1, STAGE_ANY, THREADS)   \
-  LINEAR_ONE(NAME##_r, BITS, G, 1, STAGE_RMS, THREADS)   \
-  LINEAR_ONE(NAME##_n1, BITS, G, 1, STAGE_NONE, THREADS) \
-  LINEAR_ONE(NAME##_n2, BITS, G, 2, STAGE_NONE, 256)     \
-  LINEAR_ONE(NAME##_n4, BITS, G, 4, STAGE_NONE, 256)
+// Up to eight tokens. An item is (tile, round of k): its rows travel to shared memory `stages` items ahead, the first ones before
+// the previous kernel has ended.
+template <int BITS, int G, int STAGE>
+DEV void linear_stream(const LinearArgs& a) {
+  extern __shared__ float linear_sh[];
+  __shared__ u64 barrier_sh[2];
+  typedef Codes<BITS> C;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2;
+  const int part = warps * 8 * PARTIAL_STRIDE, own_chunks = STEPS * 4 * C::CHUNKS;
+  const int steps = div_up(a.K, C::STEP_K), rounds = div_up(steps, STEPS * warps), row_bytes = a.K * BITS / 8;
+  const int slice = STEPS * warps * 64, stride = stream_stride(min_int(slice, row_bytes));
+  const int x_stride = chunk_stride(STAGE ? div_up(steps, STEPS) * own_chunks : own_chunks);
+  char* tile_sh = (char*)linear_sh;                                          // [stages][16][stride]
+  float* square_sh = (float*)(tile_sh + a.stages * 16 * stride);             // [8][warps], at least 32
+  float* partial_sh = square_sh + max_int(8 * warps, 32);                    // [2][warps][8][20]
+  uint4* x_sh = (uint4*)(partial_sh + 2 * part);
+  if (!STAGE) x_sh += warp * a.T * x_stride;
+  const int tiles0 = (a.m[0].rows + 15) / 16, tiles1 = a.num_matrices > 1 ? (a.m[1].rows + 15) / 16 : 0, tiles2 = a.num_matrices > 2 ? (a.m[2].rows + 15) / 16 : 0;
+  const int total = tiles0 + tiles1 + tiles2;
+  auto place = [&](int tile, int& row) {
+    int matrix = 0;
+    row = tile;
+    if (row >= tiles0) row -= tiles0, matrix = 1;
+    if (matrix == 1 && row >= tiles1) row -= tiles1, matrix = 2;
+    row *= 16;
+    return matrix;
+  };
+  int fetch_tile = blockIdx.x, fetch_round = 0, fetch_stage = 0;
+  auto fetch = [&]() {  // the next item, one warp
+    if (fetch_tile >= total) return;
+    int row;
+    const int matrix = place(fetch_tile, row), at = fetch_round * slice, bytes = min_int(slice, row_bytes - at);
+    u64* bar = barrier_sh + fetch_stage;
+    stream_expect(bar, 16 * bytes);
+    stream_rows(bar, tile_sh + fetch_stage * 16 * stride, stride, (const char*)a.m[matrix].packed + (u64)row * row_bytes + at, row_bytes, a.m[matrix].rows - row, bytes);
+    stream_arrive(bar);
+    if (++fetch_round == rounds) fetch_round = 0, fetch_tile += gridDim.x;
+    if (++fetch_stage == a.stages) fetch_stage = 0;
+  };
+  if (warp == 0) {
+    if (threadIdx.x < 2) stream_init(barrier_sh + threadIdx.x), stream_init_done();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < a.stages; i++) fetch();
+  }
+  if (STAGE && (STAGE == STAGE_RMS || a.norm) && (int)threadIdx.x * 32 < a.K) prefetch_l2(a.gain + threadIdx.x * 32);
+  __syncthreads();
 
-// The bound of 768 keeps 80 registers a thread, three blocks of 256 on a multiprocessor; no block is larger than 512.
-LINEAR(w4, 4, 128, 768)
-LINEAR(w4_g64, 4, 64, 256)
-LINEAR(w4_g32, 4, 32, 256)
-LINEAR(w8, 8, 128, 768)
-LINEAR(w8_g64, 8, 64, 768)
-LINEAR(w8_g32, 8, 32, 256)
-LINEAR(w8_c, 8, 0, 768)  // one scale a row
-LINEAR(w16, 16, 0, 768)
+  TileScales<BITS, G, STEPS> scales;
+  float acc[1][4];
+  const int column = min_int(g, a.T - 1);
+  int tile = blockIdx.x, round = 0, stage = 0, phase = 0, parity = 0, in_sh = -1, last_row = 0, last_matrix = -1;
+  bool first = true;
+#pragma unroll 1
+  while (true) {
+    int row;
+    const int matrix = place(tile, row), step = (round * warps + warp) * STEPS;
+    const bool more = tile < total;
+    if (more) load_scales<BITS, G, STEPS>(scales, a.m[matrix].scale, row, a.m[matrix].rows, a.K, step);
+    if (first) {
+      first = false;
+      dependency_wait();
+      dependents_launch();
+      if (STAGE) linear_stage<BITS, STAGE == STAGE_RMS>(x_sh, square_sh, a);
+    } else if (round == 0) {
+      const LinearMatrix& m = a.m[last_matrix];
+      const float* from = partial_sh + (parity ^ 1) * part;
+      for (int i = threadIdx.x; i < 32 * a.T; i += blockDim.x) {  // two threads an output, each half of the warps
+        const int r = (i >> 1) & 15, n = i >> 5, out_row = last_row + r;
+        float sum = 0.f, square = 0.f;
+#pragma unroll 4
+        for (int k = i & 1; k < warps; k += 2) {
+          sum += from[(k * 8 + n) * PARTIAL_STRIDE + r];
+          if (STAGE) square += square_sh[n * warps + k];
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        if (STAGE == STAGE_RMS || (STAGE && a.norm == 1)) {
+          square += __shfl_xor_sync(0xffffffffu, square, 1);
+          sum *= rsqrtf(square * (1.f / a.K) + a.eps);
+        }
+        if ((i & 1) || out_row >= m.rows) continue;
+        if (m.bias) sum += m.bias[out_row];
+        sum *= m.out_scale;
+        const size_t at = (size_t)n * m.out_stride + out_row;
+        if (m.add) sum += m.add[at];
+        if (m.out_is_bf16)
+          ((bf16*)m.out)[at] = to_bf16(sum);
+        else
+          ((float*)m.out)[at] = sum;
+      }
+    }
+    if (!more) break;
+    if (!STAGE && in_sh != round) {
+      __syncwarp();
+#pragma unroll 1
+      for (int n = 0; n < a.T; n++) copy_row<BITS>(x_sh + n * x_stride, (const bf16*)a.x + (size_t)n * a.x_stride, step * C::STEP_K, a.K, own_chunks);
+      copy_async_commit();
+      in_sh = round;
+      copy_async_wait<0>();
+      __syncwarp();
+    }
+    if (round == 0) acc[0][0] = acc[0][1] = acc[0][2] = acc[0][3] = 0.f;
+    stream_wait(barrier_sh + stage, phase);
+    const char* codes_sh = tile_sh + stage * 16 * stride;
+#pragma unroll
+    for (int c = 0; c < STEPS; c++) {
+      if (step + c >= steps) break;
+      uint4 x[1][C::CHUNKS], lo, hi;
+      read_codes(lo, hi, codes_sh, stride, warp * STEPS + c);
+      read_chunks<BITS, 1>(x, STAGE ? x_sh + step * 4 * C::CHUNKS : x_sh, x_stride, &column, c);
+      step_products<BITS, Groups<BITS, G>::SUB, 1>(acc, lo, hi, scales.s[c], x);
+    }
+    if (++round == rounds) {
+      store_partial<1>(partial_sh + parity * part + warp * 8 * PARTIAL_STRIDE, acc);
+      round = 0, parity ^= 1, last_row = row, last_matrix = matrix, tile += gridDim.x;
+    }
+    if (++stage == a.stages) stage = 0, phase ^= 1;
+    __syncthreads();
+    if (warp == 0) fetch();
+  }
+}
+
+#define LINEAR_STREAM(NAME, BITS, G, STAGE) \
+  extern "C" __global__ void __launch_bounds__(G == 64 && BITS == 4 || G == 32 ? 512 : 768, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_stream<BITS, G, STAGE>(a); }
+#define LINEAR_WIDE(NAME, BITS, G, NT) \
+  extern "C" __global__ void __launch_bounds__(256, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_tiles<BITS, G, NT, STAGE_NONE>(a); }
+#define LINEAR(NAME, BITS, G)                    \
+  LINEAR_STREAM(NAME##_s, BITS, G, STAGE_ANY)   \
+  LINEAR_STREAM(NAME##_r, BITS, G, STAGE_RMS)   \
+  LINEAR_STREAM(NAME##_n1, BITS, G, STAGE_NONE) \
+  LINEAR_WIDE(NAME##_n2, BITS, G, 2)            \
+  LINEAR_WIDE(NAME##_n4, BITS, G, 4)
+
+LINEAR(w4, 4, 128)
+LINEAR(w4_g64, 4, 64)
+LINEAR(w4_g32, 4, 32)
+LINEAR(w8, 8, 128)
+LINEAR(w8_g64, 8, 64)
+LINEAR(w8_g32, 8, 32)
+LINEAR(w8_c, 8, 0)  // one scale a row
+LINEAR(w16, 16, 0)

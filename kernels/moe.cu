@@ -9,15 +9,15 @@
 // Every expert is read once, whatever the number of tokens that chose it; the grid does not depend on the routing. The sum over
 // ranks goes in order of rank, inside one block: the same bits in any batch.
 //
-// Launch, step = 128 k for w4, 64 for w8; stride(c) = (c | 7) + 5:
-//   gate_up: grid (ceil(F / 16), min(T K, E)), warps = clamp(ceil(D / step / 2), 1, 16; w4_g64, w4_g32, w8_g32: 8), threads 32 * warps,
-//     shared warps * (128 * stride(step / 4) + 1280)
-//   down: grid ceil(D / 16), threads 512 (those three: 256), chunk_steps <= 3, chunks = ceil(ceil(F / step) / chunk_steps),
-//     shared 16 * warps * min(T, 8) * stride(chunk_steps * step / 8) + 64 * T K * chunks
+// Launch, step = 128 k for w4, 64 for w8; stride(c) = (c | 7) + 5; line(b) = ceil128(b) + 64:
+//   gate_up: grid (ceil(F / 16), min(T K, E)), warps = clamp(ceil(D / step / 2), 1, 16; w4_g32: 8), threads 32 * warps,
+//     shared 32 * line(min(128 warps, D bits / 8)) + warps * (1280 + 16 * min(T, 8) * stride(step / 4))
+//   down: grid ceil(D / 16), warps 8 or 16 (w4_g32: 8), chunk_steps <= 6 and a whole number of groups, chunks = ceil(ceil(F / step) / chunk_steps),
+//     shared warps * 16 * (stages * line(min(64 chunk_steps, F bits / 8)) + min(T, 8) * stride(chunk_steps * step / 8)) + 64 * T K * chunks
 // Instances moe_{gate_up,down}_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c}; no suffix: G = 128, c: one scale a row.
 //
 // Floors: bytes of the chosen experts, 3 F D bits / 8 each, at read bandwidth; unpacking 13 instructions a word and lane.
-#include "common/tile.cuh"
+#include "common/stream.cuh"
 #include "common/routing.cuh"
 
 struct GateUpArgs {
@@ -26,7 +26,7 @@ struct GateUpArgs {
   const ExpertSlot* slots;
   const int* num_slots;
   const int* pairs;  // [T K], by slot
-  int D, F, K, G;    // K: experts a token
+  int T, D, F, K, G;  // K: experts a token
 };
 struct DownArgs {
   float* y;
@@ -37,7 +37,8 @@ struct DownArgs {
   const int* pairs;
   const float* gates;  // [T, K]
   int T, D, F, K, G;
-  int chunk_steps;
+  int chunk_steps;  // 1..6, whole groups
+  int stages;       // items in shared memory a warp, 1 or 2
   float scale;
 };
 
@@ -49,10 +50,14 @@ DEV void gate_up_tile(const GateUpArgs& a) {
   const int STEPS = 2, CHUNKS = STEPS * 4 * C::CHUNKS, part = 8 * PARTIAL_STRIDE, SUB = Groups<BITS, G>::SUB;
   extern __shared__ uint4 moe_sh[];
   __shared__ ExpertSlot slot_sh;
+  __shared__ u64 barrier_sh;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, x_stride = chunk_stride(CHUNKS);
-  uint4* x_sh = moe_sh + warp * 8 * x_stride;                      // [8][x_stride] a warp
-  float* partial_sh = (float*)(moe_sh + warps * 8 * x_stride);     // [warps][2][8][20]
+  const int slice = STEPS * warps * 64, row_bytes = a.D * BITS / 8, stride = stream_stride(min_int(slice, row_bytes)), tokens = min_int(a.T, 8);
+  char* tile_sh = (char*)moe_sh;                                             // [gate, up][16][stride]
+  float* partial_sh = (float*)(tile_sh + 32 * stride);                       // [warps][2][8][20]
+  uint4* x_sh = (uint4*)(partial_sh + warps * 2 * part) + warp * tokens * x_stride;  // [tokens][x_stride] a warp
   const int row = blockIdx.x * 16, steps = div_up(a.D, C::STEP_K), rounds = div_up(steps, STEPS * warps);
+  if (threadIdx.x == 0) stream_init(&barrier_sh), stream_init_done();
   dependency_wait();
   dependents_launch();
   const int num_slots = *a.num_slots;
@@ -61,7 +66,8 @@ DEV void gate_up_tile(const GateUpArgs& a) {
   __syncthreads();
   const int count = slot_sh.count;
 
-  RowTile<BITS, G, STEPS> w_gate, w_up;
+  TileScales<BITS, G, STEPS> s_gate, s_up;
+  int phase = 0;
 #pragma unroll 1
   for (int n0 = 0; n0 < count; n0 += 8) {
     const int column = min_int(g, count - n0 - 1);
@@ -69,9 +75,18 @@ DEV void gate_up_tile(const GateUpArgs& a) {
 #pragma unroll 1
     for (int round = 0; round < rounds; round++) {
       const int step = (round * warps + warp) * STEPS;
-      if (n0 == 0 || rounds > 1) {
-        load_tile<BITS, G, STEPS>(w_gate, slot_sh.gate_packed, slot_sh.gate_scale, row, a.F, a.D, step);
-        load_tile<BITS, G, STEPS>(w_up, slot_sh.up_packed, slot_sh.up_scale, row, a.F, a.D, step);
+      const bool fresh = n0 == 0 || rounds > 1;
+      if (fresh) {
+        if (warp == 0) {
+          const int at = round * slice, bytes = min_int(slice, row_bytes - at), rows = a.F - row;
+          const u64 from = (u64)row * row_bytes + at;
+          stream_expect(&barrier_sh, 32 * bytes);
+          stream_rows(&barrier_sh, tile_sh, stride, (const char*)slot_sh.gate_packed + from, row_bytes, rows, bytes);
+          stream_rows(&barrier_sh, tile_sh + 16 * stride, stride, (const char*)slot_sh.up_packed + from, row_bytes, rows, bytes);
+          stream_arrive(&barrier_sh);
+        }
+        load_scales<BITS, G, STEPS>(s_gate, slot_sh.gate_scale, row, a.F, a.D, step);
+        load_scales<BITS, G, STEPS>(s_up, slot_sh.up_scale, row, a.F, a.D, step);
       }
       __syncwarp();
 #pragma unroll 1
@@ -82,14 +97,18 @@ DEV void gate_up_tile(const GateUpArgs& a) {
       copy_async_commit();
       copy_async_wait<0>();
       __syncwarp();
-      if (step < steps)
+      if (fresh) stream_wait(&barrier_sh, phase & 1), phase++;
 #pragma unroll
-        for (int c = 0; c < STEPS; c++) {
-          uint4 x[1][C::CHUNKS];
-          read_chunks<BITS, 1>(x, x_sh, x_stride, &column, c);
-          step_products<BITS, SUB, 1>(acc_gate, w_gate.lo[c], w_gate.hi[c], w_gate.s[c], x);
-          step_products<BITS, SUB, 1>(acc_up, w_up.lo[c], w_up.hi[c], w_up.s[c], x);
-        }
+      for (int c = 0; c < STEPS; c++) {
+        if (step + c >= steps) break;
+        uint4 x[1][C::CHUNKS], lo, hi;
+        read_chunks<BITS, 1>(x, x_sh, x_stride, &column, c);
+        read_codes(lo, hi, tile_sh, stride, warp * STEPS + c);
+        step_products<BITS, SUB, 1>(acc_gate, lo, hi, s_gate.s[c], x);
+        read_codes(lo, hi, tile_sh + 16 * stride, stride, warp * STEPS + c);
+        step_products<BITS, SUB, 1>(acc_up, lo, hi, s_up.s[c], x);
+      }
+      if (rounds > 1) __syncthreads();
     }
     store_partial<1>(partial_sh + warp * 2 * part, acc_gate);
     store_partial<1>(partial_sh + (warp * 2 + 1) * part, acc_up);
@@ -111,23 +130,38 @@ DEV void gate_up_tile(const GateUpArgs& a) {
 template <int BITS, int G>
 DEV void down_tile(const DownArgs& a) {
   typedef Codes<BITS> C;
-  const int STEPS = 3;
+  const int STEPS = 6;
   extern __shared__ uint4 moe_sh[];
+  __shared__ u64 barriers_sh[2 * 16];
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
   const int x_stride = chunk_stride(a.chunk_steps * 4 * C::CHUNKS), tokens = min_int(a.T, 8);
-  uint4* x_sh = moe_sh + warp * tokens * x_stride;                  // [tokens][x_stride] a warp
-  float* part_sh = (float*)(moe_sh + warps * tokens * x_stride);    // [T K][chunks][16]
-  const int row = blockIdx.x * 16, steps = div_up(a.F, C::STEP_K), chunks = div_up(steps, a.chunk_steps);
+  const int row = blockIdx.x * 16, steps = div_up(a.F, C::STEP_K), chunks = div_up(steps, a.chunk_steps), row_bytes = a.F * BITS / 8;
+  const int slice = a.chunk_steps * 64, stride = stream_stride(min_int(slice, row_bytes));
+  char* tile_sh = (char*)moe_sh + warp * a.stages * 16 * stride;                                          // [stages][16][stride] a warp
+  uint4* x_sh = (uint4*)((char*)moe_sh + warps * a.stages * 16 * stride) + warp * tokens * x_stride;      // [tokens][x_stride] a warp
+  float* part_sh = (float*)((uint4*)((char*)moe_sh + warps * a.stages * 16 * stride) + warps * tokens * x_stride);  // [T K][chunks][16]
+  u64* barrier_sh = barriers_sh + warp * 2;
+  if ((threadIdx.x & 31) < 2) stream_init(barrier_sh + (threadIdx.x & 1)), stream_init_done();
+  __syncwarp();
   const int items = *a.num_slots * chunks;  // the router ran two kernels ago
+  auto fetch = [&](int item, int stage) {
+    const int slot_idx = item / chunks, at = (item - slot_idx * chunks) * slice, bytes = min_int(slice, row_bytes - at);
+    stream_expect(barrier_sh + stage, 16 * bytes);
+    stream_rows(barrier_sh + stage, tile_sh + stage * 16 * stride, stride, (const char*)a.slots[slot_idx].down_packed + (u64)row * row_bytes + at, row_bytes, a.D - row, bytes);
+    stream_arrive(barrier_sh + stage);
+  };
+#pragma unroll 1
+  for (int i = 0; i < a.stages; i++)
+    if (warp + i * warps < items) fetch(warp + i * warps, i);
 
-  RowTile<BITS, G, STEPS> w;
   bool waiting = true;
-  int slot_idx = warp / chunks, chunk = warp - slot_idx * chunks;
+  int stage = 0, parity = 0;
 #pragma unroll 1
   for (int item = warp; item < items || waiting; item += warps) {
-    const ExpertSlot& slot = a.slots[slot_idx];
-    const int step = chunk * a.chunk_steps, end = min_int(a.chunk_steps, steps - step);
-    if (item < items) load_tile<BITS, G, STEPS>(w, slot.down_packed, slot.down_scale, row, a.D, a.F, step, end);
+    const int slot_idx = item / chunks, chunk = item - slot_idx * chunks, step = chunk * a.chunk_steps, end = min_int(a.chunk_steps, steps - step);
+    const ExpertSlot& slot = a.slots[item < items ? slot_idx : 0];
+    TileScales<BITS, G, STEPS> scales;
+    if (item < items) load_scales<BITS, G, STEPS>(scales, slot.down_scale, row, a.D, a.F, step);
     if (waiting) dependency_wait(), dependents_launch();
     waiting = false;
     if (item >= items) break;
@@ -142,13 +176,15 @@ DEV void down_tile(const DownArgs& a) {
       copy_async_commit();
       copy_async_wait<0>();
       __syncwarp();
+      if (n0 == 0) stream_wait(barrier_sh + stage, parity);
       float acc[1][4] = {{0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
       for (int c = 0; c < STEPS; c++) {
         if (c >= end) break;
-        uint4 x[1][C::CHUNKS];
+        uint4 x[1][C::CHUNKS], lo, hi;
+        read_codes(lo, hi, tile_sh + stage * 16 * stride, stride, c);
         read_chunks<BITS, 1>(x, x_sh, x_stride, &column, c);
-        step_products<BITS, Groups<BITS, G>::SUB, 1>(acc, w.lo[c], w.hi[c], w.s[c], x);
+        step_products<BITS, Groups<BITS, G>::SUB, 1>(acc, lo, hi, scales.s[c], x);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -158,8 +194,9 @@ DEV void down_tile(const DownArgs& a) {
         out[g] = acc[0][i], out[g + 8] = acc[0][i + 2];
       }
     }
-    chunk += warps;
-    while (chunk >= chunks) chunk -= chunks, slot_idx++;
+    __syncwarp();
+    if (item + a.stages * warps < items) fetch(item + a.stages * warps, stage);
+    if (++stage == a.stages) stage = 0, parity ^= 1;
   }
   __syncthreads();
 #pragma unroll 1
@@ -180,15 +217,14 @@ DEV void down_tile(const DownArgs& a) {
   }
 }
 
-#define MOE(NAME, BITS, G, THREADS)                                                                                                              \
+#define MOE(NAME, BITS, G, THREADS)                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { gate_up_tile<BITS, G>(a); } \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_tile<BITS, G>(a); }
 
-// The bound of 768 keeps 80 registers a thread, three blocks of 256 on a multiprocessor; no block is larger than 512.
 MOE(w4, 4, 128, 768)
-MOE(w4_g64, 4, 64, 256)
+MOE(w4_g64, 4, 64, 512)
 MOE(w4_g32, 4, 32, 256)
 MOE(w8, 8, 128, 768)
 MOE(w8_g64, 8, 64, 768)
-MOE(w8_g32, 8, 32, 256)
+MOE(w8_g32, 8, 32, 512)
 MOE(w8_c, 8, 0, 768)  // one scale a row

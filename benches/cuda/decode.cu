@@ -223,15 +223,31 @@ static const void* linear_kernel(int row, int variant) {
 }
 static int chunk_stride_of(int chunks) { return (chunks | 7) + 5; }
 static int blocks_each = 0;
+static int line(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
 static void run_linear(LinearArgs a, int bits, int variant) {
   const int step = 4 * 128 / bits, nt = variant == N2 ? 2 : variant == N4 ? 4 : 1, row = format_row(bits, a.G, a.K), quads = (a.K + step * 4 - 1) / (step * 4);
-  const bool small = variant == N2 || variant == N4 || row == 1 || row == 2 || row == 5, staged = variant == S || variant == R;
-  const int warps = std::max(1, std::min(small ? 8 : 16, quads)), chunks = staged ? quads * step / 2 : step / 2;
-  const size_t shared = 4 * std::max(8 * warps, 32) + 1280 * warps * nt + 16ull * chunk_stride_of(chunks) * (staged ? a.T : 8 * nt * warps);
+  const bool wide = variant == N2 || variant == N4, staged = variant == S || variant == R;
+  const int row_bytes = a.K * bits / 8;
+  int warps = std::max(1, std::min(wide ? 8 : 16, quads));
   int tiles = 0;
   for (int i = 0; i < a.num_matrices; i++) tiles += (a.m[i].rows + 15) / 16;
-  const int regs = small ? 208 : 80, fit = std::max(1, std::min<int>({(int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * regs), 2048 / (warps * 32)}));
-  launch(linear_kernel(row, variant), dim3(std::min(tiles, (blocks_each ? std::min(blocks_each, fit) : fit) * num_sm)), 32 * warps, shared, a);
+  const size_t base = 4 * std::max(8 * warps, 32) + 1280 * warps * nt;
+  if (wide) {
+    const size_t shared = base + 16ull * chunk_stride_of(step / 2) * 8 * nt * warps;
+    const int fit = std::max(1, std::min((int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * 208)));
+    launch(linear_kernel(row, variant), dim3(std::min(tiles, fit * num_sm)), 32 * warps, shared, a);
+    return;
+  }
+  if (quads > 32) warps = 8;
+  const int rounds = (quads + warps - 1) / warps;
+  for (a.stages = rounds == 1 ? 1 : 2;; a.stages++) {
+    const size_t shared = base + (size_t)a.stages * 16 * line(std::min(256 * warps, row_bytes)) + 16ull * a.T * (staged ? chunk_stride_of(quads * step / 2) : warps * chunk_stride_of(step / 2));
+    int fit = std::max(1, std::min((int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * 80)));
+    if (blocks_each) fit = std::min(fit, blocks_each);
+    if (a.stages == 1 && tiles > fit * num_sm) continue;
+    launch(linear_kernel(row, variant), dim3(std::min(tiles, fit * num_sm)), 32 * warps, shared, a);
+    return;
+  }
 }
 
 static void check_linear() {
@@ -244,7 +260,7 @@ static void check_linear() {
       float *x = random_f32((size_t)T * c.K, 2.f), *gain = random_f32(c.K, .3f, 1.f), *shift = random_f32(c.K, .2f), *bias = random_f32(c.r0, .5f);
       for (int variant = 0; variant < 5; variant++) {
         const bool staged = variant == S || variant == R;
-        if (staged && (T > 8 || c.K > 8192)) continue;
+        if ((staged && c.K > 8192) || (variant != N2 && variant != N4 && T > 8)) continue;
         for (int norm = variant == R; norm < (variant == S ? 3 : variant == R ? 2 : 1); norm++) {
           std::vector<float> hx = download(x, (size_t)T * c.K);
           std::vector<bf16> xb(hx.size());
@@ -341,17 +357,25 @@ static void run_router(const RouterArgs& a) {
 #define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c}
 static void run_gate_up(const GateUpArgs& a, int bits, int max_slots) {
   static const void* table[7] = EXPERT_VARIANTS(gate_up);
-  const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), cap = row == 1 || row == 2 || row == 5 ? 8 : 16, warps = std::max(1, std::min(cap, ((a.D + step - 1) / step + 1) / 2));
-  launch(table[row], dim3((a.F + 15) / 16, max_slots), 32 * warps, (size_t)warps * (128 * chunk_stride_of(step / 4) + 1280), a);
+  const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), warps = std::max(1, std::min(row == 2 ? 8 : 16, ((a.D + step - 1) / step + 1) / 2));
+  const size_t shared = 32ull * line(std::min(128 * warps, a.D * bits / 8)) + (size_t)warps * (1280 + 16 * std::min(a.T, 8) * chunk_stride_of(step / 4));
+  launch(table[row], dim3((a.F + 15) / 16, max_slots), 32 * warps, shared, a);
 }
-static int down_threads = 512, down_steps = 3;
+static int down_warps = 8, down_steps = 6, down_stages = 2;
 static void run_down(DownArgs a, int bits) {
   static const void* table[7] = EXPERT_VARIANTS(down);
-  const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, row = format_row(bits, a.G, a.F), threads = row == 1 || row == 2 || row == 5 ? 256 : down_threads;
-  int chunks = (steps + down_steps - 1) / down_steps;
-  a.chunk_steps = (steps + chunks - 1) / chunks;
-  chunks = (steps + a.chunk_steps - 1) / a.chunk_steps;
-  launch(table[row], dim3((a.D + 15) / 16), threads, 16ull * (threads / 32) * std::min(a.T, 8) * chunk_stride_of(a.chunk_steps * step / 8) + 64ull * a.T * a.K * chunks, a);
+  const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, row = format_row(bits, a.G, a.F), warps = row == 2 ? 8 : down_warps, whole = a.G == a.F ? 1 : std::max(1, a.G / step);
+  size_t shared = 1 << 20;
+  for (int most = down_steps; shared > 227 * 1024 && most > 0; most--)
+    for (a.stages = down_stages; shared > 227 * 1024 && a.stages > 0; a.stages--) {
+      int chunks = (steps + most - 1) / most;
+      a.chunk_steps = ((steps + chunks - 1) / chunks + whole - 1) / whole * whole;
+      chunks = (steps + a.chunk_steps - 1) / a.chunk_steps;
+      if (a.T * a.K * chunks <= warps) a.stages = 1;
+      shared = (size_t)warps * 16 * (a.stages * line(std::min(64 * a.chunk_steps, a.F * bits / 8)) + std::min(a.T, 8) * chunk_stride_of(a.chunk_steps * step / 8)) + 64ull * a.T * a.K * chunks;
+      if (shared <= 227 * 1024) break;
+    }
+  launch(table[row], dim3((a.D + 15) / 16), 32 * warps, shared, a);
 }
 
 struct Experts {
@@ -419,7 +443,7 @@ static void check_router_and_experts() {
       if (c.one && num_slots != 1) failures++, printf("FAIL %s: meant one expert, got %d\n", name, num_slots);
 
       bf16* h = zeros<bf16>((size_t)T * K * F);
-      run_gate_up({h, a.normed, a.slots, a.num_slots, a.pairs, D, F, K, c.G == 0 ? D : c.G}, c.bits, std::min(T * K, E));
+      run_gate_up({h, a.normed, a.slots, a.num_slots, a.pairs, T, D, F, K, c.G == 0 ? D : c.G}, c.bits, std::min(T * K, E));
       std::vector<bf16> hb = download(h, (size_t)T * K * F);
       if (c.bits == 4) hb = natural(hb);
       std::vector<double> nd = widen(nb), hd = widen(hb), want_h((size_t)T * K * F), want_y((size_t)T * D);
@@ -441,7 +465,7 @@ static void check_router_and_experts() {
       }
       snprintf(name, 128, "moe_gate_up w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       compare(name, hd, want_h, 3e-3);
-      run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, c.G == 0 ? F : c.G, 0, 0.7f}, c.bits);
+      run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, c.G == 0 ? F : c.G, 0, 0, 0.7f}, c.bits);
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       compare(name, download(y, (size_t)T * D), want_y, 1e-5);
       for (void* p : {(void*)r, (void*)gain, (void*)shift, (void*)a.logits, (void*)a.ids, (void*)a.gates, (void*)a.slots, (void*)a.num_slots, (void*)a.pairs, (void*)a.normed, (void*)h, (void*)y}) cudaFree(p);
@@ -607,7 +631,7 @@ static Model build(const Shape& s, int context, int max_batch) {
   OK(cudaDeviceSynchronize());
   return m;
 }
-static int o_variant = N1, staged_most = 4, router_tokens = 4, max_splits_one = 32;
+static int o_variant = N1, staged_most = 8, router_tokens = 4, max_splits_one = 32;
 struct Buffers {
   float *x, *q, *k, *v, *logits, *router_logits, *gates, *partial;
   bf16 *normed, *attn, *h;
@@ -663,8 +687,8 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
       a.table = y.table, a.counters = b.counters + 1024, a.T = T, a.D = s.D, a.E = s.E, a.K = s.K, a.tokens = T == 1 ? 1 : router_tokens, a.norm = 1, a.eps = 1e-6f, a.nibble_order = 1, a.renorm = 1, a.scale = 1.f;
       run_router(a);
     }});
-    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.normed, b.slots, b.num_slots, b.pairs, s.D, s.F, s.K, 128}, 4, std::min(T * s.K, s.E)); }});
-    ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 128, 0, 0.1f}, 4); }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.normed, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 128}, 4, std::min(T * s.K, s.E)); }});
+    ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 128, 0, 0, 0.1f}, 4); }});
   }
   if (variant) ops.push_back({"norm", s.L, 0, [=] { launch((const void*)norm_rows, dim3(1, T), 256, 0, NormArgs{b.normed, b.x, m.final_gain, nullptr, s.D, 1, s.D, s.D, 0, 0, 0, 1, 1e-6f}); }});
   ops.push_back({"lm_head", s.L, m.head.bytes(), [=] {
@@ -748,7 +772,7 @@ int main(int argc, char** argv) {
     check_attention(), printf("attention: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     use_pdl = true;
   }
-  staged_most = value("staged", staged_most), down_threads = value("down_threads", down_threads), down_steps = value("down_steps", down_steps), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
+  staged_most = value("staged", staged_most), down_warps = value("down_warps", down_warps), down_steps = value("down_steps", down_steps), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
   if (has("step")) {
     const int context = value("context", 512);
     Shape shape = has("mixtral") ? mixtral : qwen;
@@ -761,10 +785,10 @@ int main(int argc, char** argv) {
     if (has("variants")) {
       use_pdl = false, printf("without dependent launch: "), measure(m, {1}, false), use_pdl = true;
       o_variant = S, printf("o staged: "), measure(m, {1, 4}, false), o_variant = N1;
-      for (int s : {0, 8}) staged_most = s, printf("staged up to %d: ", s), measure(m, {4, 8}, false);
-      staged_most = 4;
-      for (int c : {1, 2}) blocks_each = c, printf("%d blocks: ", c), measure(m, {1}, false);
-      blocks_each = 0;
+      for (int s : {0, 4}) staged_most = s, printf("staged up to %d: ", s), measure(m, {4, 8}, false);
+      staged_most = 8;
+      for (int w : {8, 16}) for (int c : {3, 6}) for (int st : {1, 2}) down_warps = w, down_steps = c, down_stages = st, printf("down warps %d steps %d stages %d: ", w, c, st), measure(m, {1, 16}, false);
+      down_warps = 8, down_steps = 6, down_stages = 2;
       for (int c : {4, 16}) max_splits_one = c, printf("splits %d: ", c), measure(m, {1}, false);
     }
   }
