@@ -164,6 +164,7 @@ impl Engine {
                 (args.x, args.x_stride) = self.rounded_source(source, cols, nibble, &mut rounded, num_tok)?;
             }
             args.num_matrices = now.len() as i32;
+            args.stages = plan.stages as i32;
             for (m, o) in args.m.iter_mut().zip(now) {
                 *m = LinearMatrix {
                     packed: o.w.data,
@@ -385,7 +386,7 @@ impl Engine {
         let fits = |t: &usize| {
             launch::down(d, width, f, router.top_k, *t, limits).is_some()
                 && launch::router(router.experts, router.top_k, width, *t, limits).is_some()
-                && launch::gate_up(g, width, f, 1, limits).is_some()
+                && launch::gate_up(g, width, f, 1, *t, limits).is_some()
         };
         [256, 192, 128, 96, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
     }
@@ -444,9 +445,9 @@ impl Engine {
         let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
         let slots = (num_tok * top_k).min(router.experts);
-        let (Some(router_grid), Some(first), Some((second, chunk_steps))) = (
+        let (Some(router_grid), Some(first), Some(second)) = (
             launch::router(router.experts, top_k, width, num_tok, limits),
-            launch::gate_up(g, width, f, slots, limits),
+            launch::gate_up(g, width, f, slots, num_tok, limits),
             launch::down(d, width, f, top_k, num_tok, limits),
         ) else {
             return Ok(());
@@ -491,7 +492,8 @@ impl Engine {
         let plain_top = matches!(router.select, crate::model::spec::Select::Top);
         self.fast.launch(launch::router_name(router.experts, plain_top, num_tok), router_grid, &args)?;
         let (f, k) = (f as i32, top_k as i32);
-        let args = GateUpArgs { h, x: normed, slots: list, num_slots, pairs, d: width as i32, f, k, g: gate.group };
+        let args =
+            GateUpArgs { h, x: normed, slots: list, num_slots, pairs, t: num_tok as i32, d: width as i32, f, k, g: gate.group };
         let name = |w: super::launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
         self.fast.launch(&format!("moe_gate_up_{}", name(g, &gate)), first, &args)?;
         let args = DownArgs {
@@ -507,10 +509,11 @@ impl Engine {
             f,
             k,
             g: down.group,
-            chunk_steps: chunk_steps as i32,
+            chunk_steps: second.chunk_steps as i32,
+            stages: second.stages as i32,
             scale,
         };
-        Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), second, &args)?)
+        Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), second.grid, &args)?)
     }
 
     /// Final norm and logits of the rows asked for. The rows are gathered over the residual's own normed slot.

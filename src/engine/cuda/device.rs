@@ -54,6 +54,16 @@ pub enum CudaError {
         /// The driver's word.
         error: String,
     },
+    /// A kernel could not be launched, or one before it failed.
+    #[error("at `{kernel}` with {grid}: {error}")]
+    Launch {
+        /// Which.
+        kernel: String,
+        /// How.
+        grid: String,
+        /// The driver's word.
+        error: String,
+    },
     /// A model beyond what the kernels were written for.
     #[error("{0}")]
     Unsupported(String),
@@ -70,7 +80,7 @@ impl CudaError {
             }
             CudaError::Memory { .. } => Some("quantize further (--profile compact), or use --device cpu".into()),
             CudaError::TooOld { .. } | CudaError::Unsupported(_) => Some("use --device cpu".into()),
-            CudaError::Compile { .. } | CudaError::Driver { .. } => None,
+            CudaError::Compile { .. } | CudaError::Driver { .. } | CudaError::Launch { .. } => None,
         }
     }
 }

@@ -3,7 +3,8 @@
 
 use super::device::{CudaError, Device};
 use super::launch::Grid;
-use super::module::{Function, Module, Overlap, PROGRAMS};
+use super::module::{Function, Module, Overlap, PROGRAMS, cached};
+use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -58,6 +59,7 @@ structs! {
         x_is_f32: i32,
         norm: i32,
         eps: f32,
+        stages: i32,
     }
     /// The fused router.
     RouterArgs in "router.cu" {
@@ -100,6 +102,7 @@ structs! {
         slots: u64,
         num_slots: u64,
         pairs: u64,
+        t: i32,
         d: i32,
         f: i32,
         k: i32,
@@ -120,6 +123,7 @@ structs! {
         k: i32,
         g: i32,
         chunk_steps: i32,
+        stages: i32,
         scale: f32,
     }
     /// Attention of one new token a sequence.
@@ -213,6 +217,9 @@ impl Fast {
     /// Loads every kernel there is.
     pub fn load(device: &Arc<Device>) -> Result<Self, CudaError> {
         let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
+        // The first start on a machine compiles everything; each program keeps one core busy for seconds.
+        let arch = device.properties().arch();
+        PROGRAMS.par_iter().try_for_each(|program| cached(program, &arch).map(drop))?;
         let mut functions = HashMap::new();
         for program in PROGRAMS.iter().filter(|p| p.name != "plain.cu") {
             let module = Module::load(device, program)?;

@@ -77,7 +77,6 @@ pub const STAGED_TOK: usize = 4;
 pub const DECODE_TOK: usize = 64;
 /// Registers of a multiprocessor and threads it holds.
 const SM_REGISTERS: usize = 65536;
-const SM_THREADS: usize = 2048;
 
 /// 16-byte chunks from one staged row to the next, odd multiples of 4 so that rows fall into different banks.
 fn chunk_stride(chunks: usize) -> usize {
@@ -114,9 +113,14 @@ impl Width {
         }
     }
 
-    /// Groups shorter than a step of four lanes need more registers, hence smaller blocks.
-    fn is_small(self) -> bool {
-        self.bits != 16 && self.group < step_cols(self.bits)
+    /// Steps of a group, at least one.
+    fn steps_a_group(self, cols: usize) -> usize {
+        if self.group == cols { 1 } else { (self.group / step_cols(self.bits)).max(1) }
+    }
+
+    /// Instances with eight groups a step need more registers, hence smaller blocks.
+    fn most_warps(self) -> usize {
+        if (self.bits, self.group) == (4, 32) { 8 } else { 16 }
     }
 }
 
@@ -127,11 +131,13 @@ pub struct LinearLaunch {
     pub variant: &'static str,
     /// Blocks walk over tiles of 16 rows.
     pub grid: Grid,
+    /// Items of weights in shared memory.
+    pub stages: usize,
 }
 
 /// A product of `num_tok` rows of `cols` with `tiles` tiles of 16 rows; `None` if a block would need too much shared memory.
 pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: bool, limits: Limits) -> Option<LinearLaunch> {
-    let (variant, wide) = match num_tok {
+    let (variant, columns) = match num_tok {
         _ if staged => ("s", 1),
         0..=8 => ("n1", 1),
         9..=16 => ("n2", 2),
@@ -139,18 +145,42 @@ pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: b
     };
     let step = step_cols(width.bits);
     let quads = cols.div_ceil(4 * step);
-    let small = wide > 1 || width.is_small();
-    let warps = quads.clamp(1, if small { 8 } else { 16 });
-    let (chunks, rows) = if staged { (quads * step / 2, num_tok) } else { (step / 2, 8 * wide * warps) };
-    let shared = 4 * (8 * warps).max(32) + 1280 * warps * wide + 16 * chunk_stride(chunks) * rows;
-    if shared > limits.block_shared_bytes {
-        return None;
+    let base = |warps: usize| 4 * (8 * warps).max(32) + 1280 * warps * columns;
+    let launched = |warps: usize, shared: usize, registers: usize, stages: usize| {
+        let fit = (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * registers)).max(1);
+        let blocks = tiles.min(fit * limits.num_sm);
+        let grid = Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared);
+        let fits = shared <= limits.block_shared_bytes;
+        fits.then_some((LinearLaunch { variant, grid, stages }, tiles <= fit * limits.num_sm))
+    };
+    if columns > 1 {
+        let warps = quads.clamp(1, 8);
+        let shared = base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
+        return launched(warps, shared, 208, 1).map(|l| l.0);
     }
-    let registers = if small { 208 } else { 80 };
-    let fit =
-        (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * registers)).min(SM_THREADS / (warps * 32));
-    let blocks = tiles.min(fit.max(1) * limits.num_sm);
-    Some(LinearLaunch { variant, grid: Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared) })
+    let row_bytes = cols * width.bits / 8;
+    let mut warps = if quads > 32 { 8 } else { quads.clamp(1, 16) };
+    loop {
+        let rounds = quads.div_ceil(warps);
+        for stages in if rounds == 1 { 1..=2 } else { 2..=2 } {
+            let activations = if staged { chunk_stride(quads * step / 2) } else { warps * chunk_stride(step / 2) };
+            let shared = base(warps) + stages * 16 * line(row_bytes.min(256 * warps)) + 16 * num_tok * activations;
+            match launched(warps, shared, 80, stages) {
+                Some((_, false)) if stages == 1 => {}
+                Some((launch, _)) => return Some(launch),
+                None => break,
+            }
+        }
+        if warps == 1 {
+            return None;
+        }
+        warps /= 2;
+    }
+}
+
+/// Bytes of one row's run of weights in shared memory, so that eight rows fall into different banks.
+fn line(bytes: usize) -> usize {
+    bytes.next_multiple_of(128) + 64
 }
 
 /// Tokens that a block of the fused router takes.
@@ -176,28 +206,60 @@ pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Li
 }
 
 /// The first half of the experts.
-pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, limits: Limits) -> Option<Grid> {
+pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
     let step = step_cols(width.bits);
-    let each = 128 * chunk_stride(step / 4) + 1280;
-    let most = (limits.block_shared_bytes / each).min(if width.is_small() { 8 } else { 16 }).max(1);
-    let warps = d.div_ceil(step).div_ceil(2).clamp(1, most);
-    let shared = warps * each;
-    let grid = Grid::new([f.div_ceil(16), slots, 1], 32 * warps as u32).shared(shared);
-    (shared <= limits.block_shared_bytes).then_some(grid)
+    let mut warps = d.div_ceil(step).div_ceil(2).clamp(1, width.most_warps());
+    loop {
+        let weights = 32 * line((128 * warps).min(d * width.bits / 8));
+        let shared = weights + warps * (1280 + 16 * num_tok.min(8) * chunk_stride(step / 4));
+        if shared <= limits.block_shared_bytes {
+            return Some(Grid::new([f.div_ceil(16), slots, 1], 32 * warps as u32).shared(shared));
+        }
+        if warps == 1 {
+            return None;
+        }
+        warps /= 2;
+    }
 }
 
-/// The second half of the experts, and the steps of a chunk.
-pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<(Grid, usize)> {
-    const MOST_STEPS: usize = 3;
+/// How the second half of the experts is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DownLaunch {
+    /// One block 16 rows.
+    pub grid: Grid,
+    /// Steps that a warp takes at once.
+    pub chunk_steps: usize,
+    /// Items of weights in shared memory a warp.
+    pub stages: usize,
+}
+
+/// The second half of the experts: the longest chunks and most stages that fit.
+pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<DownLaunch> {
+    const WARPS: usize = 8;
+    const MOST_STEPS: usize = 6;
     let step = step_cols(width.bits);
-    let steps = f.div_ceil(step);
-    let chunk_steps = steps.div_ceil(steps.div_ceil(MOST_STEPS));
-    let chunks = steps.div_ceil(chunk_steps);
-    let threads = if width.is_small() { 256 } else { 512 };
-    let staged = 16 * (threads / 32) * num_tok.min(8) * chunk_stride(chunk_steps * step / 8);
-    let shared = staged + 64 * num_tok * top_k * chunks;
-    let grid = Grid::new([d.div_ceil(16), 1, 1], threads as u32).shared(shared);
-    (shared <= limits.block_shared_bytes && num_tok * top_k <= 65535).then_some((grid, chunk_steps))
+    let (steps, whole) = (f.div_ceil(step), width.steps_a_group(f));
+    if num_tok * top_k > 65535 {
+        return None;
+    }
+    for most in (1..=MOST_STEPS).rev() {
+        let chunk_steps = steps.div_ceil(steps.div_ceil(most)).next_multiple_of(whole);
+        if chunk_steps > MOST_STEPS {
+            continue;
+        }
+        let chunks = steps.div_ceil(chunk_steps);
+        let most_stages = if num_tok * top_k * chunks <= WARPS { 1 } else { 2 };
+        for stages in (1..=most_stages).rev() {
+            let weights = stages * line((64 * chunk_steps).min(f * width.bits / 8));
+            let activations = num_tok.min(8) * chunk_stride(chunk_steps * step / 8);
+            let shared = WARPS * 16 * (weights + activations) + 64 * num_tok * top_k * chunks;
+            if shared <= limits.block_shared_bytes {
+                let grid = Grid::new([d.div_ceil(16), 1, 1], 32 * WARPS as u32).shared(shared);
+                return Some(DownLaunch { grid, chunk_steps, stages });
+            }
+        }
+    }
+    None
 }
 
 /// Most blocks that share the pages of one sequence and head.
@@ -247,7 +309,7 @@ mod tests {
                 for (d, f, experts, top_k) in [(2048, 768, 128, 8), (4096, 14336, 8, 2), (2048, 1408, 60, 4)] {
                     assert!(linear(w(8, 128), d, 512, t, t <= STAGED_TOK, limits).is_some(), "linear {d} {t}");
                     assert!(router(experts, top_k, d, t, limits).is_some(), "router {d} {t}");
-                    assert!(gate_up(w(4, 128), d, f, (t * top_k).min(experts), limits).is_some(), "gate_up {d} {t}");
+                    assert!(gate_up(w(4, 128), d, f, (t * top_k).min(experts), t, limits).is_some(), "gate_up {d} {t}");
                     assert!(t > 8 || down(w(4, 128), d, f, top_k, t, limits).is_some(), "down {f} {t}");
                 }
             }

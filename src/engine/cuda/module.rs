@@ -45,6 +45,7 @@ pub const HEADERS: &[Source] = &[
     source!("common/reduce.cuh"),
     source!("common/routing.cuh"),
     source!("common/tile.cuh"),
+    source!("common/stream.cuh"),
 ];
 
 /// Targets that every kernel must compile for.
@@ -212,7 +213,7 @@ impl Module {
         let text = CString::new(name).map_err(|_| CudaError::Unsupported(format!("no kernel can be named `{name}`")))?;
         // SAFETY: the module lives.
         let function = unsafe { result::module::get_function(self.module, text) }.during("find a kernel")?;
-        Ok(Function { function, module: Arc::clone(self), shared_bytes: AtomicU32::new(0) })
+        Ok(Function { name: name.to_string(), function, module: Arc::clone(self), shared_bytes: AtomicU32::new(0) })
     }
 }
 
@@ -228,6 +229,7 @@ impl Drop for Module {
 
 /// One kernel.
 pub(super) struct Function {
+    name: String,
     function: sys::CUfunction,
     module: Arc<Module>,
     /// What a block may use so far.
@@ -299,6 +301,7 @@ impl Function {
         unsafe { sys::cuLaunchKernelEx(&config, self.function, params.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
             .during("launch a kernel")
+            .map_err(|e| CudaError::Launch { kernel: self.name.clone(), grid: format!("{grid:?}"), error: e.to_string() })
     }
 }
 
