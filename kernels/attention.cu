@@ -6,11 +6,10 @@
 // cache  k_pages, v_pages [page][Hk][16][Dh] bf16; page_table [T, max_pages] s32; positions [T] s32, of the new token
 // norm   0 none, 1 each head alone (gain [Dh]), 2 the whole row (gain [H Dh], [Hk Dh]); clip after it; cosines, sines
 //        [positions, rope_dim / 2] f32, pairs (i, i + rope_dim / 2) or (2 i, 2 i + 1) of the first rope_dim elements
-// needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 2] f32; counters [T Hk] ints at zero
+// needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 4] f32; counters [T Hk] ints at zero
 //
 // Launch attention_decode_d{Dh}: grid (max_splits, Hk, T), 128 threads, shared attention_shared(Dh) =
-//   max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 2) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4;
-//   8 * max_splits * 16 bytes must fit the first term.
+//   max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4;
 // A block takes a run of pages, its four warps every fourth page; runs are as many as give each warp a page, at most
 // max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products.
 // The last block of a (sequence, kv head) merges.
@@ -90,9 +89,9 @@ DEV void attention_decode(const AttentionArgs& a) {
   const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int seq = blockIdx.z, kv = blockIdx.y, split = blockIdx.x, group = a.H / a.Hk;
-  const int v_bytes = 4 * 2 * 16 * ROW * 2, merge_bytes = 4 * 16 * (DH + 2) * 4;
+  const int v_bytes = 4 * 2 * 16 * ROW * 2, merge_bytes = 4 * 16 * (DH + 4) * 4;
   bf16* v_sh = (bf16*)attention_sh + warp * 2 * 16 * ROW;                     // [2][16][ROW] a warp
-  float* merge_sh = (float*)attention_sh;                                     // [4][16][DH + 2], after the pages
+  float* merge_sh = (float*)attention_sh;                                     // [4][16][DH + 4], after the pages
   bf16* q_sh = (bf16*)((char*)attention_sh + max_int(v_bytes, merge_bytes));  // [16][ROW], then the new key and value
   float* row_sh = (float*)(q_sh + 18 * ROW);                                  // [18][DH], f32 of the same
 
@@ -252,7 +251,7 @@ DEV void attention_decode(const AttentionArgs& a) {
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
   }
   __syncthreads();
-  const int stride = DH + 2;
+  const int stride = DH + 4, heads = group * (DH / 4);  // in groups of four elements
   float* mine = merge_sh + warp * 16 * stride;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -264,53 +263,66 @@ DEV void attention_decode(const AttentionArgs& a) {
   __syncthreads();
   bf16* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
   float* part = a.partial + ((size_t)seq * a.Hk + kv) * a.max_splits * 16 * stride;
+  auto store = [&](int h, int d, float4 v, float f) {
+    const u32 lo = bf16_pair(v.x * f, v.y * f), hi = bf16_pair(v.z * f, v.w * f);
+    bf16* at = out + h * DH;
+    if (!a.nibble_order) {
+      *(uint2*)(at + d) = make_uint2(lo, hi);
+    } else {
+      at[nibble_position(d)] = (bf16)lo, at[nibble_position(d + 1)] = (bf16)(lo >> 16);
+      at[nibble_position(d + 2)] = (bf16)hi, at[nibble_position(d + 3)] = (bf16)(hi >> 16);
+    }
+  };
 #pragma unroll 1
-  for (int i = threadIdx.x; i < group * DH; i += blockDim.x) {
-    const int h = i / DH, d = i % DH;
-    float best = -INFINITY_F, total = 0.f, value = 0.f;
+  for (int i = threadIdx.x; i < heads; i += blockDim.x) {
+    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
+    const float* row = merge_sh + h * stride;
+    float m[4], best, total = 0.f;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int w = 0; w < 4; w++) best = fmaxf(best, merge_sh[(w * 16 + h) * stride + DH]);
+    for (int w = 0; w < 4; w++) m[w] = row[w * 16 * stride + DH];
+    best = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-      const float* row = merge_sh + (w * 16 + h) * stride;
-      const float f = exp2_fast(row[DH] - best);
-      total += f * row[DH + 1], value += f * row[d];
+      const float f = exp2_fast(m[w] - best);
+      const float4 x = *(const float4*)(row + w * 16 * stride + d);
+      total += f * row[w * 16 * stride + DH + 1], v.x += f * x.x, v.y += f * x.y, v.z += f * x.z, v.w += f * x.w;
     }
     if (splits == 1) {
-      out[a.nibble_order ? nibble_position(i) : i] = to_bf16(value / total);
+      store(h, d, v, 1.f / total);
     } else {
-      float* row = part + (split * 16 + h) * stride;
-      row[d] = value;
-      if (d == 0) row[DH] = best, row[DH + 1] = total;
+      float* to = part + (split * 16 + h) * stride;
+      *(float4*)(to + d) = v;
+      if (d == 0) *(float2*)(to + DH) = make_float2(best, total);
     }
   }
   if (splits == 1 || !arrives_last(a.counters + seq * a.Hk + kv, splits, &last_sh)) return;
-  // factor and sum of each split and head first, then rows with every load of eight splits in flight
-  float* factor_sh = (float*)attention_sh;  // [splits][16]
-  for (int i = threadIdx.x; i < splits * group; i += blockDim.x) {
-    const float* row = part + (i / group * 16 + i % group) * stride;
-    factor_sh[2 * i] = load_f32_l2(row + DH), factor_sh[2 * i + 1] = load_f32_l2(row + DH + 1);
-  }
-  __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < group * DH; i += blockDim.x) {
-    const int h = i / DH, d = i % DH;
-    float best = -INFINITY_F, total = 0.f, value = 0.f;
-#pragma unroll 4
-    for (int s = 0; s < splits; s++) best = fmaxf(best, factor_sh[2 * (s * group + h)]);
+  for (int i = threadIdx.x; i < heads; i += blockDim.x) {
+    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
+    float best = -INFINITY_F, total = 0.f;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
     for (int s0 = 0; s0 < splits; s0 += 8) {
-      float x[8];
-#pragma unroll
-      for (int s = 0; s < 8; s++) x[s] = s0 + s < splits ? load_f32_l2(part + ((s0 + s) * 16 + h) * stride + d) : 0.f;
+      uint4 x[8];
+      float m[8], l[8];
 #pragma unroll
       for (int s = 0; s < 8; s++) {
-        if (s0 + s >= splits) break;
-        const float f = exp2_fast(factor_sh[2 * ((s0 + s) * group + h)] - best);
-        total += f * factor_sh[2 * ((s0 + s) * group + h) + 1], value += f * x[s];
+        const float* row = part + (min_int(s0 + s, splits - 1) * 16 + h) * stride;
+        x[s] = load_v4_l2(row + d), m[s] = load_f32_l2(row + DH), l[s] = load_f32_l2(row + DH + 1);
+      }
+      float now = best;
+#pragma unroll
+      for (int s = 0; s < 8; s++) now = fmaxf(now, m[s]);
+      const float keep = exp2_fast(best - now);
+      best = now, total *= keep, v.x *= keep, v.y *= keep, v.z *= keep, v.w *= keep;
+#pragma unroll
+      for (int s = 0; s < 8; s++) {
+        const float f = s0 + s < splits ? exp2_fast(m[s] - best) : 0.f;
+        total += f * l[s], v.x += f * __uint_as_float(x[s].x), v.y += f * __uint_as_float(x[s].y), v.z += f * __uint_as_float(x[s].z), v.w += f * __uint_as_float(x[s].w);
       }
     }
-    out[a.nibble_order ? nibble_position(i) : i] = to_bf16(value / total);
+    store(h, d, v, 1.f / total);
   }
 }
 

@@ -9,11 +9,12 @@
 // Instances linear_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c,w16}_{s,r,n1,n2,n4}; no suffix: G = 128, c: one scale a row.
 //   s: x f32 or bf16 in natural order, any norm, into shared memory, T <= 8;  r: the same for f32 with RMSNorm alone
 //   n1: x bf16 as it is (for w4 in nibble order), no norm, T <= 8;  n2, n4: the same, 16 or 32 tokens a pass, any T
-// Launch: blocks walk tiles of 16 rows, grid = min(tiles, what fits); the warps of a block split K, four steps each
-//   step = 128 k for w4, 64 for w8, 32 for w16;  threads = 32 * warps, warps = clamp(ceil(K / step / 4), 1, 16; n2, n4: 8)
+// Launch: blocks walk tiles of 16 rows, grid = min(tiles, what fits); the warps of a block split K
+//   step = 128 k for w4, 64 for w8, 32 for w16;  own = steps a warp: 8 for s, r, n1; 4 for n2, n4
+//   threads = 32 * warps, warps = clamp(ceil(K / step / own), 1, 8)
 //   shared n2, n4: 4 * max(8 warps, 32) + 1280 * warps * N + 16 * ((step / 2 | 7) + 5) * 8 N warps
-//   shared s, r, n1: stages * 16 * (ceil128(min(256 warps, row bytes)) + 64) + 4 * max(8 warps, 32) + 1280 * warps
-//                    + 16 * T * (s, r: (ceil(K / (4 step)) * step / 2 | 7) + 5; n1: warps * ((step / 2 | 7) + 5))
+//   shared s, r, n1: stages * 16 * (ceil128(min(512 warps, row bytes)) + 64) + 4 * max(8 warps, 32) + 1280 * warps
+//                    + 16 * T * (s, r: (ceil(K / (8 step)) * step | 7) + 5; n1: warps * ((step | 7) + 5))
 //   stages = 1 where a block has one tile and one round of k, else 2
 //
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 2 R K 8 N on tensor cores, 13 (w4) or 8 (w8)
@@ -46,14 +47,15 @@ struct LinearArgs {
   int stages;          // s, r, n1: items of weights in shared memory, 1 or 2
 };
 
-static const int STEPS = 4;  // 16-byte loads of a row that a lane keeps in flight
+static const int STEPS = 4;         // 16-byte loads of a row that a lane keeps in flight
+static const int STREAM_STEPS = 8;  // steps of a warp in an item of linear_stream
 
 // x of all tokens as bf16 chunks in the order of the products; with RMSNorm the factor 1 / rms is left to the epilogue.
 // RMS: x f32 with RMSNorm, nothing else.
 template <int BITS, bool RMS>
 DEV void linear_stage(uint4* x_sh, float* square_sh, const LinearArgs& a) {
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31;
-  const int chunks = div_up(a.K, Codes<BITS>::STEP_K * STEPS) * STEPS * 4 * Codes<BITS>::CHUNKS, stride = chunk_stride(chunks);
+  const int chunks = div_up(a.K, Codes<BITS>::STEP_K * STREAM_STEPS) * STREAM_STEPS * 4 * Codes<BITS>::CHUNKS, stride = chunk_stride(chunks);
   const bool is_f32 = RMS || a.x_is_f32;
   const int norm = RMS ? 1 : a.norm;
 #pragma unroll 1
@@ -221,10 +223,10 @@ DEV void linear_stream(const LinearArgs& a) {
   __shared__ u64 barrier_sh[2];
   typedef Codes<BITS> C;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2;
-  const int part = warps * 8 * PARTIAL_STRIDE, own_chunks = STEPS * 4 * C::CHUNKS;
-  const int steps = div_up(a.K, C::STEP_K), rounds = div_up(steps, STEPS * warps), row_bytes = a.K * BITS / 8;
-  const int slice = STEPS * warps * 64, stride = stream_stride(min_int(slice, row_bytes));
-  const int x_stride = chunk_stride(STAGE ? div_up(steps, STEPS) * own_chunks : own_chunks);
+  const int part = warps * 8 * PARTIAL_STRIDE, own_chunks = STREAM_STEPS * 4 * C::CHUNKS;
+  const int steps = div_up(a.K, C::STEP_K), rounds = div_up(steps, STREAM_STEPS * warps), row_bytes = a.K * BITS / 8;
+  const int slice = STREAM_STEPS * warps * 64, stride = stream_stride(min_int(slice, row_bytes), row_bytes);
+  const int x_stride = chunk_stride(STAGE ? div_up(steps, STREAM_STEPS) * own_chunks : own_chunks);
   char* tile_sh = (char*)linear_sh;                                          // [stages][16][stride]
   float* square_sh = (float*)(tile_sh + a.stages * 16 * stride);             // [8][warps], at least 32
   float* partial_sh = square_sh + max_int(8 * warps, 32);                    // [2][warps][8][20]
@@ -246,7 +248,7 @@ DEV void linear_stream(const LinearArgs& a) {
     int row;
     const int matrix = place(fetch_tile, row), at = fetch_round * slice, bytes = min_int(slice, row_bytes - at);
     u64* bar = barrier_sh + fetch_stage;
-    stream_expect(bar, 16 * bytes);
+    stream_expect(bar, stream_bytes(row_bytes, a.m[matrix].rows - row, bytes));
     stream_rows(bar, tile_sh + fetch_stage * 16 * stride, stride, (const char*)a.m[matrix].packed + (u64)row * row_bytes + at, row_bytes, a.m[matrix].rows - row, bytes);
     stream_arrive(bar);
     if (++fetch_round == rounds) fetch_round = 0, fetch_tile += gridDim.x;
@@ -261,7 +263,7 @@ DEV void linear_stream(const LinearArgs& a) {
   if (STAGE && (STAGE == STAGE_RMS || a.norm) && (int)threadIdx.x * 32 < a.K) prefetch_l2(a.gain + threadIdx.x * 32);
   __syncthreads();
 
-  TileScales<BITS, G, STEPS> scales;
+  TileScales<BITS, G, STREAM_STEPS> scales;
   float acc[1][4];
   const int column = min_int(g, a.T - 1);
   int tile = blockIdx.x, round = 0, stage = 0, phase = 0, parity = 0, in_sh = -1, last_row = 0, last_matrix = -1;
@@ -269,9 +271,9 @@ DEV void linear_stream(const LinearArgs& a) {
 #pragma unroll 1
   while (true) {
     int row;
-    const int matrix = place(tile, row), step = (round * warps + warp) * STEPS;
+    const int matrix = place(tile, row), step = (round * warps + warp) * STREAM_STEPS;
     const bool more = tile < total;
-    if (more) load_scales<BITS, G, STEPS>(scales, a.m[matrix].scale, row, a.m[matrix].rows, a.K, step);
+    if (more) load_scales<BITS, G, STREAM_STEPS>(scales, a.m[matrix].scale, row, a.m[matrix].rows, a.K, step);
     if (first) {
       first = false;
       dependency_wait();
@@ -318,10 +320,10 @@ DEV void linear_stream(const LinearArgs& a) {
     stream_wait(barrier_sh + stage, phase);
     const char* codes_sh = tile_sh + stage * 16 * stride;
 #pragma unroll
-    for (int c = 0; c < STEPS; c++) {
+    for (int c = 0; c < STREAM_STEPS; c++) {
       if (step + c >= steps) break;
       uint4 x[1][C::CHUNKS], lo, hi;
-      read_codes(lo, hi, codes_sh, stride, warp * STEPS + c);
+      read_codes(lo, hi, codes_sh, stride, warp * STREAM_STEPS + c);
       read_chunks<BITS, 1>(x, STAGE ? x_sh + step * 4 * C::CHUNKS : x_sh, x_stride, &column, c);
       step_products<BITS, Groups<BITS, G>::SUB, 1>(acc, lo, hi, scales.s[c], x);
     }
@@ -336,7 +338,7 @@ DEV void linear_stream(const LinearArgs& a) {
 }
 
 #define LINEAR_STREAM(NAME, BITS, G, STAGE) \
-  extern "C" __global__ void __launch_bounds__(G == 64 && BITS == 4 || G == 32 ? 512 : 768, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_stream<BITS, G, STAGE>(a); }
+  extern "C" __global__ void __launch_bounds__(STAGE == STAGE_ANY || (G == 64 && BITS == 4) || G == 32 ? 256 : 768, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_stream<BITS, G, STAGE>(a); }
 #define LINEAR_WIDE(NAME, BITS, G, NT) \
   extern "C" __global__ void __launch_bounds__(256, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_tiles<BITS, G, NT, STAGE_NONE>(a); }
 #define LINEAR(NAME, BITS, G)                    \

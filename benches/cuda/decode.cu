@@ -225,10 +225,10 @@ static int chunk_stride_of(int chunks) { return (chunks | 7) + 5; }
 static int blocks_each = 0;
 static int line(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
 static void run_linear(LinearArgs a, int bits, int variant) {
-  const int step = 4 * 128 / bits, nt = variant == N2 ? 2 : variant == N4 ? 4 : 1, row = format_row(bits, a.G, a.K), quads = (a.K + step * 4 - 1) / (step * 4);
-  const bool wide = variant == N2 || variant == N4, staged = variant == S || variant == R;
+  const int step = 4 * 128 / bits, nt = variant == N2 ? 2 : variant == N4 ? 4 : 1, row = format_row(bits, a.G, a.K), own = variant == N2 || variant == N4 ? 4 : 8, quads = (a.K + step * own - 1) / (step * own);
+  const bool wide = own == 4, staged = variant == S || variant == R;
   const int row_bytes = a.K * bits / 8;
-  int warps = std::max(1, std::min(wide ? 8 : 16, quads));
+  int warps = std::max(1, std::min(8, quads));
   int tiles = 0;
   for (int i = 0; i < a.num_matrices; i++) tiles += (a.m[i].rows + 15) / 16;
   const size_t base = 4 * std::max(8 * warps, 32) + 1280 * warps * nt;
@@ -238,10 +238,9 @@ static void run_linear(LinearArgs a, int bits, int variant) {
     launch(linear_kernel(row, variant), dim3(std::min(tiles, fit * num_sm)), 32 * warps, shared, a);
     return;
   }
-  if (quads > 32) warps = 8;
   const int rounds = (quads + warps - 1) / warps;
   for (a.stages = rounds == 1 ? 1 : 2;; a.stages++) {
-    const size_t shared = base + (size_t)a.stages * 16 * line(std::min(256 * warps, row_bytes)) + 16ull * a.T * (staged ? chunk_stride_of(quads * step / 2) : warps * chunk_stride_of(step / 2));
+    const size_t shared = base + (size_t)a.stages * 16 * line(std::min(512 * warps, row_bytes)) + 16ull * a.T * (staged ? chunk_stride_of(quads * step) : warps * chunk_stride_of(step));
     int fit = std::max(1, std::min((int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * 80)));
     if (blocks_each) fit = std::min(fit, blocks_each);
     if (a.stages == 1 && tiles > fit * num_sm) continue;
@@ -355,13 +354,18 @@ static void run_router(const RouterArgs& a) {
   launch(kernel, dim3(8, (a.T + a.tokens - 1) / a.tokens), 256, shared, a);
 }
 #define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c}
+static int few_most = 2;
+#define FEW(N) (const void*)moe_gate_up_##N##_few
 static void run_gate_up(const GateUpArgs& a, int bits, int max_slots) {
-  static const void* table[7] = EXPERT_VARIANTS(gate_up);
-  const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), warps = std::max(1, std::min(row == 2 ? 8 : 16, ((a.D + step - 1) / step + 1) / 2));
-  const size_t shared = 32ull * line(std::min(128 * warps, a.D * bits / 8)) + (size_t)warps * (1280 + 16 * std::min(a.T, 8) * chunk_stride_of(step / 4));
+  static const void* many[7] = EXPERT_VARIANTS(gate_up);
+  static const void* few[7] = {FEW(w4), FEW(w4_g64), FEW(w4_g32), FEW(w8), FEW(w8_g64), FEW(w8_g32), FEW(w8_c)};
+  const int own = a.T <= few_most ? 2 : 4;
+  const void** table = own == 2 ? few : many;
+  const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), warps = std::max(1, std::min(8, ((a.D + step - 1) / step + own - 1) / own));
+  const size_t shared = 32ull * line(std::min(64 * own * warps, a.D * bits / 8)) + (size_t)warps * (1280 + 16 * std::min(a.T, 8) * chunk_stride_of(own * step / 8));
   launch(table[row], dim3((a.F + 15) / 16, max_slots), 32 * warps, shared, a);
 }
-static int down_warps = 8, down_steps = 6, down_stages = 2;
+static int down_warps = 8, down_steps = 6, down_stages = 2, down_columns = 2;
 static void run_down(DownArgs a, int bits) {
   static const void* table[7] = EXPERT_VARIANTS(down);
   const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, row = format_row(bits, a.G, a.F), warps = row == 2 ? 8 : down_warps, whole = a.G == a.F ? 1 : std::max(1, a.G / step);
@@ -372,7 +376,8 @@ static void run_down(DownArgs a, int bits) {
       a.chunk_steps = ((steps + chunks - 1) / chunks + whole - 1) / whole * whole;
       chunks = (steps + a.chunk_steps - 1) / a.chunk_steps;
       if (a.T * a.K * chunks <= warps) a.stages = 1;
-      shared = (size_t)warps * 16 * (a.stages * line(std::min(64 * a.chunk_steps, a.F * bits / 8)) + std::min(a.T, 8) * chunk_stride_of(a.chunk_steps * step / 8)) + 64ull * a.T * a.K * chunks;
+      a.columns = std::min(a.T, down_columns);
+      shared = (size_t)warps * 16 * a.stages * (line(std::min(64 * a.chunk_steps, a.F * bits / 8)) + a.columns * chunk_stride_of(a.chunk_steps * step / 8)) + 64ull * a.T * a.K * chunks;
       if (shared <= 227 * 1024) break;
     }
   launch(table[row], dim3((a.D + 15) / 16), 32 * warps, shared, a);
@@ -404,6 +409,7 @@ static void check_router_and_experts() {
     if (c.one) fill_bf16<<<8, 256>>>(w + (size_t)3 * D, D, 77, 1.f);
     int* counters = zeros<int>(80);
     for (int T : {1, 7, 8, 9, 33}) {
+      few_most = generic_router ? 64 : 0;
       float *r = random_f32((size_t)T * D, 2.f), *gain = random_f32(D, .3f, 1.f), *shift = random_f32(D, .2f);
       if (c.one) {
         std::vector<float> row = widen(download(w + (size_t)3 * D, D)).size() ? std::vector<float>() : std::vector<float>();
@@ -415,7 +421,7 @@ static void check_router_and_experts() {
       RouterArgs a = {};
       a.logits = device<float>((size_t)T * E), a.ids = device<int>(T * K), a.gates = device<float>(T * K), a.slots = zeros<ExpertSlot>(std::min(T * K, E));
       a.num_slots = device<int>(1), a.pairs = device<int>(T * K), a.normed = device<bf16>((size_t)T * D), a.x = r, a.gain = gain, a.shift = shift, a.w = w, a.table = x.table;
-      a.counters = counters, a.T = T, a.D = D, a.E = E, a.K = K, a.tokens = T == 1 ? 1 : 4, a.norm = c.norm, a.eps = 1e-6f, a.nibble_order = c.bits == 4;
+      a.counters = counters, a.T = T, a.D = D, a.E = E, a.K = K, a.tokens = T > 1 && (generic_router || T == 9) ? 4 : 1, a.norm = c.norm, a.eps = 1e-6f, a.nibble_order = c.bits == 4;
       a.select = c.select, a.softmax_of_chosen = c.chosen, a.renorm = c.renorm, a.num_groups = 4, a.keep_groups = 2, a.jitter = 0.1f, a.scale = 1.25f;
       run_router(a);
       char name[128];
@@ -465,7 +471,7 @@ static void check_router_and_experts() {
       }
       snprintf(name, 128, "moe_gate_up w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       compare(name, hd, want_h, 3e-3);
-      run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, c.G == 0 ? F : c.G, 0, 0, 0.7f}, c.bits);
+      run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, c.G == 0 ? F : c.G, 0, 0, 0, 0.7f}, c.bits);
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       compare(name, download(y, (size_t)T * D), want_y, 1e-5);
       for (void* p : {(void*)r, (void*)gain, (void*)shift, (void*)a.logits, (void*)a.ids, (void*)a.gates, (void*)a.slots, (void*)a.num_slots, (void*)a.pairs, (void*)a.normed, (void*)h, (void*)y}) cudaFree(p);
@@ -476,7 +482,7 @@ static void check_router_and_experts() {
 }
 
 // ----------------------------------------------------------------------------------------------------------------- attention
-static size_t attention_shared(int Dh) { return std::max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 2) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
+static size_t attention_shared(int Dh) { return std::max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
 static void run_attention(const AttentionArgs& a, int Dh, int T) {
   const void* k = Dh == 32 ? (const void*)attention_decode_d32 : Dh == 64 ? (const void*)attention_decode_d64 : Dh == 96 ? (const void*)attention_decode_d96 : (const void*)attention_decode_d128;
   launch(k, dim3(a.max_splits, a.Hk, T), 128, attention_shared(Dh), a);
@@ -496,7 +502,7 @@ static void check_attention() {
     bf16 *kp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f), *vp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f), *out = zeros<bf16>(T * H * Dh);
     AttentionArgs a = {};
     a.out = out, a.q = q, a.k = k, a.v = v, a.k_pages = kp, a.v_pages = vp, a.page_table = upload(table), a.positions = upload(positions);
-    a.partial = device<float>((size_t)T * Hk * max_splits * 16 * (Dh + 2)), a.counters = zeros<int>(T * Hk), a.q_gain = qg, a.k_gain = kg, a.cosines = upload(cs), a.sines = upload(sn);
+    a.partial = device<float>((size_t)T * Hk * max_splits * 16 * (Dh + 4)), a.counters = zeros<int>(T * Hk), a.q_gain = qg, a.k_gain = kg, a.cosines = upload(cs), a.sines = upload(sn);
     a.q_stride = H * Dh, a.k_stride = a.v_stride = Hk * Dh, a.out_stride = H * Dh, a.H = H, a.Hk = Hk, a.max_pages = max_pages, a.max_splits = max_splits, a.norm = c.norm, a.eps = 1e-6f;
     a.clip = c.clip, a.rope_dim = c.rope, a.interleaved = c.interleaved, a.window = c.window, a.scale = 1.f / sqrtf(Dh);
     run_attention(a, Dh, T);
@@ -631,7 +637,7 @@ static Model build(const Shape& s, int context, int max_batch) {
   OK(cudaDeviceSynchronize());
   return m;
 }
-static int o_variant = N1, staged_most = 8, router_tokens = 4, max_splits_one = 32;
+static int o_variant = S, staged_most = 8, router_tokens = 1, max_splits_one = 32;
 struct Buffers {
   float *x, *q, *k, *v, *logits, *router_logits, *gates, *partial;
   bf16 *normed, *attn, *h;
@@ -646,7 +652,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
   b.router_logits = device<float>(T * s.E), b.gates = device<float>(T * s.K), b.normed = device<bf16>(T * s.D), b.attn = device<bf16>(T * q), b.h = device<bf16>((size_t)T * s.K * s.F);
   b.ids = device<int>(T * s.K), b.num_slots = zeros<int>(1), b.pairs = device<int>(T * s.K), b.counters = zeros<int>(4096), b.slots = zeros<ExpertSlot>(s.E), b.best = zeros<u64>(T);
   const int max_splits = std::max(1, std::min(max_splits_one, 4 * max_splits_one / T));
-  b.partial = device<float>((size_t)T * s.Hk * max_splits * 16 * (s.Dh + 2));
+  b.partial = device<float>((size_t)T * s.Hk * max_splits * 16 * (s.Dh + 4));
   std::vector<int> tokens, positions(T, m.context - 1), table;
   for (int t = 0; t < T; t++) {
     tokens.push_back((t * 7919 + 13) % s.V);
@@ -688,7 +694,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
       run_router(a);
     }});
     ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.normed, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 128}, 4, std::min(T * s.K, s.E)); }});
-    ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 128, 0, 0, 0.1f}, 4); }});
+    ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 128, 0, 0, 0, 0.1f}, 4); }});
   }
   if (variant) ops.push_back({"norm", s.L, 0, [=] { launch((const void*)norm_rows, dim3(1, T), 256, 0, NormArgs{b.normed, b.x, m.final_gain, nullptr, s.D, 1, s.D, s.D, 0, 0, 0, 1, 1e-6f}); }});
   ops.push_back({"lm_head", s.L, m.head.bytes(), [=] {
@@ -697,7 +703,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
     a.m[0] = {m.head.packed, m.head.scale, nullptr, nullptr, b.logits, s.V, s.V, 0, 1.f};
     run_linear(a, 8, variant ? variant : R);
   }});
-  ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(4, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 2048, nullptr, s.V}); }});
+  ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 2048, nullptr, s.V}); }});
   return ops;
 }
 static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats) {
@@ -768,7 +774,7 @@ int main(int argc, char** argv) {
     use_pdl = false;
     check_rows(), printf("rows: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     check_linear(), printf("linear: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
-    check_router_and_experts(), generic_router = true, check_router_and_experts(), generic_router = false, printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    check_router_and_experts(), generic_router = true, check_router_and_experts(), generic_router = false, few_most = 2, printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     check_attention(), printf("attention: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     use_pdl = true;
   }
@@ -784,12 +790,11 @@ int main(int argc, char** argv) {
     measure(m, batches, has("kernels"));
     if (has("variants")) {
       use_pdl = false, printf("without dependent launch: "), measure(m, {1}, false), use_pdl = true;
-      o_variant = S, printf("o staged: "), measure(m, {1, 4}, false), o_variant = N1;
-      for (int s : {0, 4}) staged_most = s, printf("staged up to %d: ", s), measure(m, {4, 8}, false);
-      staged_most = 8;
-      for (int w : {8, 16}) for (int c : {3, 6}) for (int st : {1, 2}) down_warps = w, down_steps = c, down_stages = st, printf("down warps %d steps %d stages %d: ", w, c, st), measure(m, {1, 16}, false);
-      down_warps = 8, down_steps = 6, down_stages = 2;
-      for (int c : {4, 16}) max_splits_one = c, printf("splits %d: ", c), measure(m, {1}, false);
+      few_most = 0, printf("gate_up four steps: "), measure(m, {1}, false), few_most = 8, printf("gate_up two steps: "), measure(m, {4, 8}, false), few_most = 2;
+      router_tokens = 4, printf("router by four: "), measure(m, {4, 32}, false), router_tokens = 1;
+      for (int w : {8, 16}) for (int c : {3, 6}) down_warps = w, down_steps = c, down_columns = w == 16 ? 1 : 2, printf("down warps %d steps %d: ", w, c), measure(m, {1, 4, 16}, false);
+      down_warps = 8, down_steps = 3, down_columns = 4, printf("down warps 8 steps 3 columns 4: "), measure(m, {16, 32}, false);
+      down_steps = 6, down_columns = 2;
     }
   }
   return failures != 0;
