@@ -495,7 +495,8 @@ impl Engine {
         let args =
             GateUpArgs { h, x: normed, slots: list, num_slots, pairs, t: num_tok as i32, d: width as i32, f, k, g: gate.group };
         let name = |w: super::launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
-        self.fast.launch(&format!("moe_gate_up_{}", name(g, &gate)), first, &args)?;
+        let few = if launch::is_few(num_tok) { "_few" } else { "" };
+        self.fast.launch(&format!("moe_gate_up_{}{few}", name(g, &gate)), first, &args)?;
         let args = DownArgs {
             y: x,
             add: x,
@@ -511,6 +512,7 @@ impl Engine {
             g: down.group,
             chunk_steps: second.chunk_steps as i32,
             stages: second.stages as i32,
+            columns: second.columns as i32,
             scale,
         };
         Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), second.grid, &args)?)

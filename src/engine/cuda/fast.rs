@@ -124,6 +124,7 @@ structs! {
         g: i32,
         chunk_steps: i32,
         stages: i32,
+        columns: i32,
         scale: f32,
     }
     /// Attention of one new token a sequence.
@@ -205,7 +206,7 @@ structs! {
 }
 
 /// Bytes of an `ExpertSlot`.
-pub(super) const SLOT_BYTES: usize = 80;
+pub(super) const SLOT_BYTES: usize = 96;
 
 /// The fast kernels of a device.
 pub(super) struct Fast {
@@ -256,7 +257,9 @@ fn names(program: &str) -> Vec<String> {
     match program {
         "linear.cu" => widths(true).flat_map(|w| ["s", "r", "n1", "n2", "n4"].map(|v| format!("linear_{w}_{v}"))).collect(),
         "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1"].map(String::from).to_vec(),
-        "moe.cu" => widths(false).flat_map(|w| [format!("moe_gate_up_{w}"), format!("moe_down_{w}")]).collect(),
+        "moe.cu" => {
+            widths(false).flat_map(|w| ["moe_gate_up_X", "moe_gate_up_X_few", "moe_down_X"].map(|n| n.replace('X', w))).collect()
+        }
         "attention.cu" => [32, 64, 96, 128].map(|d| format!("attention_decode_d{d}")).to_vec(),
         "rows.cu" => ["norm_rows", "gated_act", "add_gated", "argmax_rows"].map(String::from).to_vec(),
         _ => Vec::new(),
@@ -289,6 +292,21 @@ mod tests {
             }
         }
         fields
+    }
+
+    /// A list of experts with entries of another size would be written past its end.
+    #[test]
+    fn slots_have_the_size_of_the_kernels() {
+        let source = include_str!("../../../kernels/common/routing.cuh");
+        let body = source.split_once("struct ExpertSlot {").unwrap().1.split_once("};").unwrap().0;
+        let size = |line: &str| match line.split("//").next().unwrap().trim() {
+            l if l.contains('*') => 8,
+            l if l.starts_with("int ") => 4,
+            l if l.starts_with("u16 ") && l.contains("[8]") => 16,
+            "" => 0,
+            l => panic!("`{l}`"),
+        };
+        assert_eq!(body.lines().map(size).sum::<usize>(), SLOT_BYTES);
     }
 
     /// A struct that differs from the kernel's would hand it wrong addresses; fails on any field missing, swapped or retyped.

@@ -117,11 +117,6 @@ impl Width {
     fn steps_a_group(self, cols: usize) -> usize {
         if self.group == cols { 1 } else { (self.group / step_cols(self.bits)).max(1) }
     }
-
-    /// Instances with eight groups a step need more registers, hence smaller blocks.
-    fn most_warps(self) -> usize {
-        if (self.bits, self.group) == (4, 32) { 8 } else { 16 }
-    }
 }
 
 /// Which variant of a product, and how it is launched.
@@ -144,7 +139,8 @@ pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: b
         _ => ("n4", 4),
     };
     let step = step_cols(width.bits);
-    let quads = cols.div_ceil(4 * step);
+    let own = if columns > 1 { 4 } else { 8 };
+    let runs = cols.div_ceil(own * step);
     let base = |warps: usize| 4 * (8 * warps).max(32) + 1280 * warps * columns;
     let launched = |warps: usize, shared: usize, registers: usize, stages: usize| {
         let fit = (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * registers)).max(1);
@@ -154,17 +150,17 @@ pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: b
         fits.then_some((LinearLaunch { variant, grid, stages }, tiles <= fit * limits.num_sm))
     };
     if columns > 1 {
-        let warps = quads.clamp(1, 8);
+        let warps = runs.clamp(1, 8);
         let shared = base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
         return launched(warps, shared, 208, 1).map(|l| l.0);
     }
     let row_bytes = cols * width.bits / 8;
-    let mut warps = if quads > 32 { 8 } else { quads.clamp(1, 16) };
+    let mut warps = runs.clamp(1, 8);
     loop {
-        let rounds = quads.div_ceil(warps);
+        let rounds = runs.div_ceil(warps);
         for stages in if rounds == 1 { 1..=2 } else { 2..=2 } {
-            let activations = if staged { chunk_stride(quads * step / 2) } else { warps * chunk_stride(step / 2) };
-            let shared = base(warps) + stages * 16 * line(row_bytes.min(256 * warps)) + 16 * num_tok * activations;
+            let activations = if staged { chunk_stride(runs * step) } else { warps * chunk_stride(step) };
+            let shared = base(warps) + stages * 16 * line(row_bytes.min(512 * warps)) + 16 * num_tok * activations;
             match launched(warps, shared, 80, stages) {
                 Some((_, false)) if stages == 1 => {}
                 Some((launch, _)) => return Some(launch),
@@ -205,13 +201,19 @@ pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Li
     (shared <= limits.block_shared_bytes).then_some(grid)
 }
 
+/// Whether the first half of the experts runs the instance with more warps a tile.
+pub fn is_few(num_tok: usize) -> bool {
+    num_tok <= 2
+}
+
 /// The first half of the experts.
 pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
     let step = step_cols(width.bits);
-    let mut warps = d.div_ceil(step).div_ceil(2).clamp(1, width.most_warps());
+    let own = if is_few(num_tok) { 2 } else { 4 };
+    let mut warps = d.div_ceil(step).div_ceil(own).clamp(1, 8);
     loop {
-        let weights = 32 * line((128 * warps).min(d * width.bits / 8));
-        let shared = weights + warps * (1280 + 16 * num_tok.min(8) * chunk_stride(step / 4));
+        let weights = 32 * line((64 * own * warps).min(d * width.bits / 8));
+        let shared = weights + warps * (1280 + 16 * num_tok.min(8) * chunk_stride(own * step / 8));
         if shared <= limits.block_shared_bytes {
             return Some(Grid::new([f.div_ceil(16), slots, 1], 32 * warps as u32).shared(shared));
         }
@@ -231,6 +233,8 @@ pub struct DownLaunch {
     pub chunk_steps: usize,
     /// Items of weights in shared memory a warp.
     pub stages: usize,
+    /// Tokens of an expert at a time.
+    pub columns: usize,
 }
 
 /// The second half of the experts: the longest chunks and most stages that fit.
@@ -251,11 +255,12 @@ pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limi
         let most_stages = if num_tok * top_k * chunks <= WARPS { 1 } else { 2 };
         for stages in (1..=most_stages).rev() {
             let weights = stages * line((64 * chunk_steps).min(f * width.bits / 8));
-            let activations = num_tok.min(8) * chunk_stride(chunk_steps * step / 8);
+            let columns = num_tok.clamp(1, 2);
+            let activations = stages * columns * chunk_stride(chunk_steps * step / 8);
             let shared = WARPS * 16 * (weights + activations) + 64 * num_tok * top_k * chunks;
             if shared <= limits.block_shared_bytes {
                 let grid = Grid::new([d.div_ceil(16), 1, 1], 32 * WARPS as u32).shared(shared);
-                return Some(DownLaunch { grid, chunk_steps, stages });
+                return Some(DownLaunch { grid, chunk_steps, stages, columns });
             }
         }
     }
@@ -270,7 +275,7 @@ pub fn attention_splits(num_tok: usize) -> usize {
 /// Decode attention.
 pub fn attention(head_dim: usize, kv_heads: usize, num_tok: usize) -> Grid {
     let pages = 4 * 2 * 16 * (head_dim + 8) * 2;
-    let merge = 4 * 16 * (head_dim + 2) * 4;
+    let merge = 4 * 16 * (head_dim + 4) * 4;
     let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + 18 * head_dim * 4;
     Grid::new([attention_splits(num_tok), kv_heads, num_tok], 128).shared(shared)
 }

@@ -225,7 +225,7 @@ impl Widths {
                     w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
                 }
                 Attn::Gqa(a) => {
-                    w.partial = w.partial.max(a.kv_heads * 16 * (a.head_dim + 2));
+                    w.partial = w.partial.max(a.kv_heads * 16 * (a.head_dim + 4));
                     w.kv_heads = w.kv_heads.max(a.kv_heads);
                 }
             }
