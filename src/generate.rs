@@ -1,6 +1,6 @@
 //! The loop that turns a prompt into tokens: prefill in chunks, then decode, sample, stop. Knows ids, not text.
 
-use crate::engine::{Batch, EngineError, Rows, cpu};
+use crate::engine::{Batch, Engine, EngineError, Rows};
 use crate::ids::SeqId;
 use crate::sample::{SampleError, Sampler};
 use std::ops::ControlFlow;
@@ -70,7 +70,7 @@ pub enum GenerateError {
 /// Continues `history` of sequence `seq`, of which the engine has cached a prefix, and appends to it. `on` sees every new
 /// token and may stop; it is also asked with `None` between chunks of the prompt.
 pub fn generate(
-    engine: &mut cpu::Engine,
+    engine: &mut Engine,
     seq: SeqId,
     history: &mut Vec<u32>,
     sampler: &mut Sampler,
@@ -101,7 +101,7 @@ pub fn generate(
     while outcome.generated_tok < most {
         pass(engine, seq, at, &history[at..], Rows::Last, limits.context)?;
         at = history.len();
-        let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits), history)?;
+        let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits)?, history)?;
         outcome.generated_tok += 1;
         match outcome.generated_tok {
             1 => outcome.first_token = start.elapsed(),
@@ -121,16 +121,8 @@ pub fn generate(
     Ok(outcome)
 }
 
-fn pass(
-    engine: &mut cpu::Engine,
-    seq: SeqId,
-    start: usize,
-    tokens: &[u32],
-    rows: Rows,
-    context: usize,
-) -> Result<(), EngineError> {
+fn pass(engine: &mut Engine, seq: SeqId, start: usize, tokens: &[u32], rows: Rows, context: usize) -> Result<(), EngineError> {
     let mut batch = Batch::default();
     batch.push(seq, start, tokens, rows, context);
-    engine.forward(&batch, &mut |_| ())?;
-    Ok(())
+    engine.pass(&batch)
 }

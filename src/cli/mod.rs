@@ -1,5 +1,7 @@
 //! What the user typed, before anything is opened. One file a subcommand; only this module names clap.
 
+mod bench;
+mod doctor;
 mod inspect;
 mod logits;
 mod measure;
@@ -9,6 +11,8 @@ mod quantize;
 mod run;
 mod verify;
 
+pub use bench::BenchArgs;
+pub use doctor::DoctorArgs;
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
@@ -58,8 +62,12 @@ pub enum Command {
     Run(RunArgs),
     /// Write logits, hidden states and router outputs for given token ids.
     Logits(LogitsArgs),
+    /// Measure speed: decoding at several batch sizes, prompts, time to the first token.
+    Bench(BenchArgs),
     /// Check an artifact: names, shapes, scales, checksums.
     Verify(VerifyArgs),
+    /// Check the GPU: driver, compiler, memory, bandwidth, and every kernel against the processor.
+    Doctor(DoctorArgs),
 }
 
 /// Where to compute.

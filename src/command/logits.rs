@@ -1,8 +1,8 @@
 //! `moe logits`: exact outputs for comparison with any other engine.
 
-use super::{Status, UserError, open_model};
+use super::{Status, UserError, open_engine};
 use crate::cli::LogitsArgs;
-use crate::engine::{Batch, Event, Rows, cpu};
+use crate::engine::{Batch, Engine, Event, Rows};
 use crate::files;
 use crate::ids::SeqId;
 use crate::model::plan::Slot;
@@ -21,8 +21,7 @@ pub struct Outputs {
 /// Runs the command.
 pub fn logits(args: &LogitsArgs, out: Out) -> Result<Status> {
     let (ids, [num_seq, num_tok]) = read_ids(&args.ids)?;
-    let weights = open_model(&args.model, args.device)?;
-    let mut engine = cpu::Engine::new(weights);
+    let mut engine = open_engine(&args.model, args.device, out)?;
     let outputs = compute(&mut engine, &ids, num_tok, args.step, args.hidden, args.routers)?;
     let bytes: BTreeMap<&str, (Vec<usize>, Vec<u8>)> = outputs
         .tensors
@@ -74,14 +73,7 @@ fn read_ids(path: &std::path::Path) -> Result<(Vec<u32>, [usize; 2])> {
 }
 
 /// Runs `ids`, `[B, T]`, whole or token by token, and collects what was asked for.
-pub fn compute(
-    engine: &mut cpu::Engine,
-    ids: &[u32],
-    num_tok: usize,
-    step: bool,
-    hidden: bool,
-    routers: bool,
-) -> Result<Outputs> {
+pub fn compute(engine: &mut Engine, ids: &[u32], num_tok: usize, step: bool, hidden: bool, routers: bool) -> Result<Outputs> {
     let num_seq = ids.len() / num_tok;
     let chunk = if step { 1 } else { num_tok };
     let mut outputs = Outputs::default();
@@ -104,7 +96,7 @@ pub fn compute(
         engine.run(prologue, &batch, &mut |_| ())?;
         for (l, layer) in layers.into_iter().enumerate() {
             if hidden {
-                put(format!("hidden.{l}"), engine.slot(Slot::Residual));
+                put(format!("hidden.{l}"), engine.slot(Slot::Residual)?);
             }
             engine.run(layer, &batch, &mut |event| {
                 let Event::Routed { layer, logits, .. } = event;
@@ -115,10 +107,10 @@ pub fn compute(
         }
         engine.run(epilogue.start..epilogue.start + 1, &batch, &mut |_| ())?;
         if hidden {
-            put(format!("hidden.{}", engine.plan().layers.len()), engine.slot(Slot::Normed));
+            put(format!("hidden.{}", engine.plan().layers.len()), engine.slot(Slot::Normed)?);
         }
         engine.run(epilogue.start + 1..epilogue.end, &batch, &mut |_| ())?;
-        put("logits".into(), engine.slot(Slot::Logits));
+        put("logits".into(), engine.slot(Slot::Logits)?);
     }
     Ok(outputs)
 }

@@ -1,11 +1,11 @@
 //! What `perplexity` and `calibrate` share: windows from texts or task sets, and where reports go.
 
 use super::UserError;
-use crate::artifact::weights::Weights;
 use crate::calib::sets::{self, TaskSet};
 use crate::calib::windows::{self, Protocol, Window};
 use crate::cli::{ReportArgs, TextArgs};
 use crate::files;
+use crate::model::spec::ModelSpec;
 use crate::report::{self, Out};
 use crate::text::{AddSpecial, Tokenizer};
 use anyhow::Result;
@@ -26,9 +26,9 @@ pub struct Material {
 }
 
 /// A tokenizer that fits the model.
-pub fn tokenizer(dir: &Path, weights: &Weights) -> Result<Tokenizer> {
+pub fn tokenizer(dir: &Path, spec: &ModelSpec) -> Result<Tokenizer> {
     let tokenizer = Tokenizer::open(dir)?;
-    let (have, vocab) = (tokenizer.vocab_size(), weights.spec().vocab);
+    let (have, vocab) = (tokenizer.vocab_size(), spec.vocab);
     if have > vocab {
         let message = format!("the tokenizer of `{}` has {have} entries, more than the model's {vocab}", dir.display());
         return Err(UserError::new(message).hint("tokenizer and weights come from different models").into());

@@ -1,6 +1,8 @@
 //! One file a subcommand: resolve what was typed, preflight, work, report.
 
+mod bench;
 mod calibrate;
+mod doctor;
 mod inspect;
 pub mod logits;
 mod measure;
@@ -18,13 +20,15 @@ use crate::calib::sets::SetError;
 use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command, Device};
-use crate::engine::EngineError;
+use crate::engine::cuda::vram::VramPlan;
+use crate::engine::cuda::{self, CudaError, LoadError};
+use crate::engine::{Engine, EngineError};
 use crate::files::FileError;
 use crate::model::config::ConfigError;
 use crate::profile::precision::PrecisionError;
 use crate::quant::format::FormatError;
 use crate::quant::round::MethodError;
-use crate::report::Out;
+use crate::report::{Out, bytes};
 use crate::sample::SampleError;
 use crate::text::TextError;
 use anyhow::Result;
@@ -85,6 +89,8 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::ProfileExperts(args) => profile_experts::profile_experts(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
+        Command::Bench(args) => bench::bench(&args, out),
+        Command::Doctor(args) => doctor::doctor(&args, out),
     }
 }
 
@@ -118,12 +124,42 @@ impl Interrupt {
     }
 }
 
-/// Opens a model for a device that this build has.
+/// Opens a model for measuring layer by layer, which the processor does.
 fn open_model(dir: &Path, device: Device) -> Result<Arc<Weights>> {
     if device == Device::Cuda {
-        return Err(UserError::new("this build has no CUDA engine").hint("use --device cpu").into());
+        return Err(UserError::new("this command computes layer by layer on the processor").hint("use --device cpu").into());
     }
     Ok(Arc::new(Weights::open(dir)?))
+}
+
+/// Opens a model on the device asked for; `auto` falls back to the processor and says why.
+fn open_engine(dir: &Path, device: Device, out: Out) -> Result<Engine> {
+    let weights = Arc::new(Weights::open(dir)?);
+    if device == Device::Cpu {
+        return Ok(Engine::cpu(weights));
+    }
+    match open_cuda(Arc::clone(&weights), out) {
+        Ok(engine) => Ok(engine),
+        Err(LoadError::Cuda(reason)) if device == Device::Auto => {
+            out.note(format!("computing on the processor: {reason}"));
+            Ok(Engine::cpu(weights))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn open_cuda(weights: Arc<Weights>, out: Out) -> Result<Engine, LoadError> {
+    let bar = std::cell::OnceCell::new();
+    let mut planned = |plan: &VramPlan, total: u64| {
+        let parts = plan.parts.iter().filter(|p| p.1 > 0).map(|(what, n)| format!("{what} {}", bytes(*n)));
+        out.note(format!("GPU memory: {}; {} in all", parts.collect::<Vec<_>>().join(", "), bytes(plan.total_bytes)));
+        bar.get_or_init(|| out.bytes(total, "loading"));
+    };
+    let engine = cuda::Engine::open(weights, cuda::Options::default(), &mut planned, &mut |n| {
+        bar.get().iter().for_each(|b| b.advance(n));
+    })?;
+    bar.get().iter().for_each(|b| b.finish());
+    Ok(engine.into())
 }
 
 macro_rules! first_of {
@@ -139,6 +175,9 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
     }
     first_of!(
         error,
+        EngineError,
+        CudaError,
+        LoadError,
         WeightsError,
         ArtifactError,
         ManifestError,
@@ -159,7 +198,7 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<WeightsError>()
             || e.is::<CheckpointError>()
             || e.is::<ConfigError>()
-            || e.is::<EngineError>()
+            || e.downcast_ref::<EngineError>().is_some_and(|e| !matches!(e, EngineError::Cuda(_)))
             || e.is::<TextError>()
             || e.is::<SampleError>()
             || e.is::<PrecisionError>()

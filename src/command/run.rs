@@ -1,8 +1,8 @@
 //! `moe run`: a prompt, a file, a pipe or a conversation, continued.
 
-use super::{Interrupt, Status, UserError, measure, open_model};
+use super::{Interrupt, Status, UserError, measure, open_engine};
 use crate::cli::RunArgs;
-use crate::engine::cpu;
+use crate::engine::Engine;
 use crate::files;
 use crate::generate::{self, Finish, Limits, Outcome};
 use crate::ids::SeqId;
@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 
 /// Everything a generation needs besides its prompt.
 struct Session {
-    engine: cpu::Engine,
+    engine: Engine,
     tokenizer: Tokenizer,
     sampler: Sampler,
     eos: Vec<u32>,
@@ -44,14 +44,14 @@ pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
 }
 
 fn open(args: &RunArgs, out: Out) -> Result<Session> {
-    let weights = open_model(&args.model, args.device)?;
-    let tokenizer = measure::tokenizer(&args.model, &weights)?;
+    let engine = open_engine(&args.model, args.device, out)?;
+    let tokenizer = measure::tokenizer(&args.model, engine.spec())?;
     let defaults = GenerationConfig::open(&args.model)?;
     let sampler = sampler(args, &defaults, out)?;
     let eos = if defaults.eos.is_empty() { tokenizer.eos().into_iter().collect() } else { defaults.eos.clone() };
     Ok(Session {
-        max_positions: weights.spec().max_positions,
-        engine: cpu::Engine::new(weights),
+        max_positions: engine.spec().max_positions,
+        engine,
         tokenizer,
         sampler,
         eos,

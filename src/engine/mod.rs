@@ -2,8 +2,173 @@
 //! buffers between steps and observe routing through [`Event`]s, so measuring needs no second forward pass.
 
 pub mod cpu;
+pub mod cuda;
+pub mod parity;
 
+use crate::artifact::weights::Weights;
 use crate::ids::{LayerId, SeqId};
+use crate::model::plan::{Plan, Slot};
+use crate::model::spec::ModelSpec;
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
+
+/// Runs plans, somewhere.
+pub enum Engine {
+    /// On the processor: the reference.
+    Cpu(cpu::Engine),
+    /// On a GPU.
+    Cuda(Box<cuda::Engine>),
+}
+
+impl From<cpu::Engine> for Engine {
+    fn from(engine: cpu::Engine) -> Self {
+        Engine::Cpu(engine)
+    }
+}
+
+impl From<cuda::Engine> for Engine {
+    fn from(engine: cuda::Engine) -> Self {
+        Engine::Cuda(Box::new(engine))
+    }
+}
+
+impl Engine {
+    /// On the processor.
+    pub fn cpu(weights: Arc<Weights>) -> Self {
+        Engine::Cpu(cpu::Engine::new(weights))
+    }
+
+    /// The steps it runs.
+    pub fn plan(&self) -> &Plan {
+        match self {
+            Engine::Cpu(e) => e.plan(),
+            Engine::Cuda(e) => e.plan(),
+        }
+    }
+
+    /// What the model is.
+    pub fn spec(&self) -> &ModelSpec {
+        match self {
+            Engine::Cpu(e) => e.weights().spec(),
+            Engine::Cuda(e) => e.spec(),
+        }
+    }
+
+    /// The model's files; `None` for random weights.
+    pub fn weights(&self) -> Option<&Arc<Weights>> {
+        match self {
+            Engine::Cpu(e) => Some(e.weights()),
+            Engine::Cuda(e) => e.weights(),
+        }
+    }
+
+    /// Forgets a sequence.
+    pub fn release(&mut self, seq: SeqId) {
+        match self {
+            Engine::Cpu(e) => e.release(seq),
+            Engine::Cuda(e) => e.release(seq),
+        }
+    }
+
+    /// Tokens of a sequence in the cache.
+    pub fn cached(&self, seq: SeqId) -> usize {
+        match self {
+            Engine::Cpu(e) => e.cached(seq),
+            Engine::Cuda(e) => e.cached(seq),
+        }
+    }
+
+    /// Sizes the buffers for a batch and checks it against vocabulary and caches.
+    pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        match self {
+            Engine::Cpu(e) => e.begin(batch),
+            Engine::Cuda(e) => e.begin(batch),
+        }
+    }
+
+    /// Runs some steps of the plan on a batch that [`Engine::begin`] has seen.
+    pub fn run(&mut self, steps: Range<usize>, batch: &Batch, on: &mut dyn FnMut(Event<'_>)) -> Result<(), EngineError> {
+        match self {
+            Engine::Cpu(e) => e.run(steps, batch, on),
+            Engine::Cuda(e) => e.run(steps, Some(on)),
+        }
+    }
+
+    /// Runs the whole plan, observed, and returns the logits, `[rows asked for, V]`.
+    pub fn forward(&mut self, batch: &Batch, on: &mut dyn FnMut(Event<'_>)) -> Result<&[f32], EngineError> {
+        match self {
+            Engine::Cpu(e) => e.forward(batch, on),
+            Engine::Cuda(e) => e.forward(batch, Some(on)),
+        }
+    }
+
+    /// Runs the whole plan the fastest way there is; the logits are read with [`Engine::slot`].
+    pub fn pass(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        match self {
+            Engine::Cpu(e) => e.forward(batch, &mut |_| ()).map(drop),
+            Engine::Cuda(e) => e.pass(batch),
+        }
+    }
+
+    /// Continues sequences greedily for `steps` tokens, `last` being the newest token of each, which is not yet cached; `on`
+    /// sees the chosen ids of every step and may stop. A GPU runs one step ahead of what `on` sees.
+    pub fn greedy(
+        &mut self,
+        seqs: &[SeqId],
+        last: &[u32],
+        steps: usize,
+        context: usize,
+        on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
+    ) -> Result<(), EngineError> {
+        if let Engine::Cuda(e) = self
+            && e.is_fast()
+            && seqs.len() <= cuda::launch::DECODE_TOK
+        {
+            return e.greedy(seqs, last, steps, context, on);
+        }
+        let mut newest = last.to_vec();
+        for _ in 0..steps {
+            let mut batch = Batch::default();
+            for (&seq, token) in seqs.iter().zip(&newest) {
+                batch.push(seq, self.cached(seq), &[*token], Rows::Last, context);
+            }
+            self.pass(&batch)?;
+            let vocab = self.spec().vocab;
+            newest = self.slot(Slot::Logits)?.chunks_exact(vocab).map(first_max).collect();
+            if on(&newest).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// A buffer as the last step left it, `[T, width]`; [`Slot::Logits`] is `[rows asked for, V]`.
+    pub fn slot(&self, slot: Slot) -> Result<&[f32], EngineError> {
+        match self {
+            Engine::Cpu(e) => Ok(e.slot(slot)),
+            Engine::Cuda(e) => e.slot(slot),
+        }
+    }
+
+    /// Fills a buffer, e.g. the residual stream when layers are run one by one.
+    pub fn set_slot(&mut self, slot: Slot, values: &[f32]) -> Result<(), EngineError> {
+        match self {
+            Engine::Cpu(e) => {
+                let buffer = e.slot_mut(slot);
+                buffer.clear();
+                buffer.extend_from_slice(values);
+                Ok(())
+            }
+            Engine::Cuda(e) => e.set_slot(slot, values),
+        }
+    }
+}
+
+/// Index of the first largest value.
+pub fn first_max(row: &[f32]) -> u32 {
+    let better = |best: usize, i: usize| if row[i] > row[best] { i } else { best };
+    (0..row.len()).reduce(better).unwrap_or(0) as u32
+}
 
 /// Tokens to run in one pass, over one or several sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -102,7 +267,28 @@ pub enum EngineError {
         /// Position asked for.
         start: usize,
     },
+    /// More tokens than the cache holds.
+    #[error("the key and value cache is full, it holds {capacity_tok} tokens in all")]
+    CacheFull {
+        /// Of all sequences together.
+        capacity_tok: usize,
+    },
     /// A weight that cannot be decoded.
     #[error(transparent)]
     Weight(#[from] crate::checkpoint::CheckpointError),
+    /// The GPU failed.
+    #[error(transparent)]
+    Cuda(#[from] cuda::CudaError),
+}
+
+impl EngineError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            EngineError::CacheFull { .. } => Some("use fewer or shorter sequences at a time".into()),
+            EngineError::Weight(e) => e.hint(),
+            EngineError::Cuda(e) => e.hint(),
+            EngineError::Token { .. } | EngineError::Position { .. } => None,
+        }
+    }
 }

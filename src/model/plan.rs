@@ -40,6 +40,21 @@ pub enum Slot {
 impl Slot {
     /// Number of slots.
     pub const COUNT: usize = 12;
+    /// Every slot.
+    pub const ALL: [Slot; Slot::COUNT] = [
+        Slot::Residual,
+        Slot::Normed,
+        Slot::Q,
+        Slot::K,
+        Slot::V,
+        Slot::Attn,
+        Slot::Block,
+        Slot::Gate,
+        Slot::Up,
+        Slot::Shared,
+        Slot::SharedGate,
+        Slot::Logits,
+    ];
 }
 
 /// One operation on whole buffers. Shapes: `[T, width of slot]`.

@@ -1,0 +1,801 @@
+// Correctness of every decode kernel against float64 loops, then one decode step of a model shape as a CUDA graph.
+//
+// usage: nvcc -O3 -std=c++17 -arch=sm_90 -o decode benches/cuda/decode.cu && ./decode [check] [step] [qwen|mixtral] [kernels]
+//
+// Weights are random and distinct in all layers, so that nothing but activations stays in the cache. Rates are shares of READ_TB_S.
+#include <cuda_runtime.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+#include "../../kernels/linear.cu"
+#include "../../kernels/moe.cu"
+#include "../../kernels/router.cu"
+#include "../../kernels/attention.cu"
+#include "../../kernels/rows.cu"
+
+static const double READ_TB_S = 4.23;
+
+#define OK(call)                                                                                     \
+  do {                                                                                               \
+    cudaError_t e_ = (call);                                                                         \
+    if (e_ != cudaSuccess) printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(e_)), exit(1); \
+  } while (0)
+
+static cudaStream_t stream;
+static bool use_pdl = true;
+static int num_sm = 132;
+
+template <class Args>
+void launch(const void* kernel, dim3 grid, int threads, size_t shared, const Args& args) {
+  static std::map<const void*, size_t> raised;
+  if (raised[kernel] < std::max<size_t>(shared, 1)) {
+    OK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    OK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
+    raised[kernel] = std::max<size_t>(shared, 1);
+  }
+  cudaLaunchConfig_t c = {};
+  c.gridDim = grid, c.blockDim = dim3(threads), c.dynamicSmemBytes = shared, c.stream = stream;
+  cudaLaunchAttribute at[1];
+  at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  at[0].val.programmaticStreamSerializationAllowed = 1;
+  c.attrs = at, c.numAttrs = use_pdl ? 1 : 0;
+  void* p[1] = {(void*)&args};
+  OK(cudaLaunchKernelExC(&c, kernel, p));
+}
+
+template <class T>
+T* device(size_t n) {
+  T* p;
+  OK(cudaMalloc(&p, n * sizeof(T)));
+  return p;
+}
+template <class T>
+T* zeros(size_t n) {
+  T* p = device<T>(n);
+  OK(cudaMemset(p, 0, n * sizeof(T)));
+  return p;
+}
+template <class T>
+T* upload(const std::vector<T>& v) {
+  T* p = device<T>(v.size());
+  OK(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+template <class T>
+std::vector<T> download(const T* p, size_t n) {
+  std::vector<T> v(n);
+  OK(cudaDeviceSynchronize());
+  OK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+  return v;
+}
+
+__host__ __device__ static inline u32 hash32(u64 i, u32 seed) {
+  u64 z = i * 0x9e3779b97f4a7c15ull + seed * 0xbf58476d1ce4e5b9ull + 0x94d049bb133111ebull;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull, z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+  return (u32)(z ^ z >> 31);
+}
+__global__ void fill_words(u32* p, size_t n, u32 seed) {
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) p[i] = hash32(i, seed);
+}
+// bf16 uniform in +-[0.5, 1] * scale
+__global__ void fill_scales(bf16* p, size_t n, u32 seed, float scale) {
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+    const u32 h = hash32(i, seed);
+    p[i] = to_bf16((h & 1 ? -1.f : 1.f) * scale * (0.5f + (h >> 8) * (0.5f / 16777216.f)));
+  }
+}
+// uniform, mean zero, standard deviation `scale`
+__global__ void fill_f32(float* p, size_t n, u32 seed, float scale, float mean) {
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+    p[i] = mean + scale * 1.7320508f * ((hash32(i, seed) >> 8) * (2.f / 16777216.f) - 1.f);
+}
+__global__ void fill_bf16(bf16* p, size_t n, u32 seed, float scale) {
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+    p[i] = to_bf16(scale * 1.7320508f * ((hash32(i, seed) >> 8) * (2.f / 16777216.f) - 1.f));
+}
+static u32 next_seed = 1;
+static float* random_f32(size_t n, float scale, float mean = 0.f) {
+  float* p = device<float>(n);
+  fill_f32<<<1024, 256>>>(p, n, next_seed++, scale, mean);
+  return p;
+}
+static bf16* random_bf16(size_t n, float scale) {
+  bf16* p = device<bf16>(n);
+  fill_bf16<<<1024, 256>>>(p, n, next_seed++, scale);
+  return p;
+}
+
+// [rows, K] in one of the stored forms, for unit variance of the product
+struct Stored {
+  int bits, rows, K, G;
+  void* packed;
+  bf16* scale;
+  double bytes() const { return (double)rows * K * bits / 8 + (bits == 16 ? 0 : (double)rows * (K / G) * 2); }
+};
+static void fill_stored(const Stored& s) {
+  const float std = 1.f / sqrtf((float)s.K);
+  if (s.bits == 16) {
+    fill_bf16<<<1024, 256>>>((bf16*)s.packed, (size_t)s.rows * s.K, next_seed++, std);
+    return;
+  }
+  fill_words<<<2048, 256>>>((u32*)s.packed, (size_t)s.rows * s.K * s.bits / 32, next_seed++);
+  fill_scales<<<1024, 256>>>(s.scale, (size_t)s.rows * (s.K / s.G), next_seed++, std / (s.bits == 4 ? 3.5f : 56.f));
+}
+static Stored stored(int bits, int rows, int K, int G) {
+  Stored s = {bits, rows, K, G, device<u32>((size_t)rows * K * bits / 32), bits == 16 ? nullptr : device<bf16>((size_t)rows * (K / G))};
+  fill_stored(s);
+  return s;
+}
+
+// ---------------------------------------------------------------------------------------------------------------- references
+__device__ double weight_at(const void* packed, const bf16* scale, int bits, int K, int G, int r, int k) {
+  if (bits == 16) return to_f32(((const bf16*)packed)[(size_t)r * K + k]);
+  const int per = 32 / bits;
+  const u32 word = ((const u32*)packed)[(size_t)r * (K / per) + k / per];
+  const int code = (int)(word >> (k % per * bits) & ((1u << bits) - 1)) - (1 << (bits - 1));
+  return (double)code * to_f32(scale[(size_t)r * (K / G) + k / G]);
+}
+// y[t, r] = sum_k w[r, k] x[t, k]; one thread an output
+__global__ void reference_linear(double* y, const double* x, const void* packed, const bf16* scale, int bits, int T, int rows, int K, int G) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, t = i / rows, r = i % rows;
+  if (t >= T) return;
+  double sum = 0;
+  for (int k = 0; k < K; k++) sum += weight_at(packed, scale, bits, K, G, r, k) * x[(size_t)t * K + k];
+  y[(size_t)t * rows + r] = sum;
+}
+static std::vector<double> multiply(const std::vector<double>& x, const Stored& w, int T) {
+  double *dx = upload(x), *dy = device<double>((size_t)T * w.rows);
+  reference_linear<<<(T * w.rows + 127) / 128, 128>>>(dy, dx, w.packed, w.scale, w.bits, T, w.rows, w.K, w.G);
+  std::vector<double> y = download(dy, (size_t)T * w.rows);
+  cudaFree(dx), cudaFree(dy);
+  return y;
+}
+static float host_f32(bf16 b) {
+  u32 u = (u32)b << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+static bf16 host_bf16(float f) {
+  u32 u;
+  memcpy(&u, &f, 4);
+  return (bf16)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+static std::vector<double> widen(const std::vector<bf16>& v) {
+  std::vector<double> d(v.size());
+  for (size_t i = 0; i < v.size(); i++) d[i] = host_f32(v[i]);
+  return d;
+}
+static std::vector<double> widen(const std::vector<float>& v) { return std::vector<double>(v.begin(), v.end()); }
+static int host_nibble(int k) { return (k & ~7) | ((k & 3) << 1) | ((k >> 2) & 1); }
+template <class T>
+static std::vector<T> natural(const std::vector<T>& v) {
+  std::vector<T> n(v.size());
+  for (size_t i = 0; i < v.size(); i++) n[i] = v[host_nibble((int)i)];
+  return n;
+}
+template <class T>
+static std::vector<T> nibble(const std::vector<T>& v) {
+  std::vector<T> n(v.size());
+  for (size_t i = 0; i < v.size(); i++) n[host_nibble((int)i)] = v[i];
+  return n;
+}
+static int failures = 0, checks = 0;
+static double worst = 0;
+template <class A, class B>
+static void compare(const char* name, const std::vector<A>& got, const std::vector<B>& want, double tolerance) {
+  double diff = 0, norm = 0;
+  bool finite = got.size() == want.size();
+  for (size_t i = 0; i < want.size() && finite; i++) {
+    if (!std::isfinite((double)got[i])) finite = false;
+    diff += ((double)got[i] - want[i]) * ((double)got[i] - want[i]), norm += (double)want[i] * want[i];
+  }
+  const double e = sqrt(diff / norm);
+  checks++;
+  const bool good = finite && e <= tolerance;
+  if (!good) failures++, printf("FAIL %s: error %.3g (bound %.1g)%s\n", name, e, tolerance, finite ? "" : " not finite");
+  worst = std::max(worst, e / tolerance);
+}
+static std::vector<double> host_norm(const std::vector<double>& x, const std::vector<float>& gain, const std::vector<float>& shift, int kind, int width, double eps) {
+  std::vector<double> y(x.size());
+  for (size_t r = 0; r < x.size() / width; r++) {
+    double mean = 0, var = 0;
+    if (kind == 2) for (int k = 0; k < width; k++) mean += x[r * width + k] / width;
+    for (int k = 0; k < width; k++) var += (x[r * width + k] - mean) * (x[r * width + k] - mean) / width;
+    for (int k = 0; k < width; k++) y[r * width + k] = kind == 0 ? x[r * width + k] : (x[r * width + k] - mean) / sqrt(var + eps) * gain[k] + (kind == 2 ? shift[k] : 0.f);
+  }
+  return y;
+}
+
+// -------------------------------------------------------------------------------------------------------------------- linear
+static int format_row(int bits, int G, int K) { return bits == 16 ? 7 : bits == 8 ? (G == K ? 6 : G == 32 ? 5 : G == 64 ? 4 : 3) : G == 32 ? 2 : G == 64 ? 1 : 0; }
+enum { S, N1, N2, N4, R };
+static const void* linear_kernel(int row, int variant) {
+#define VARIANTS(N) {(const void*)linear_##N##_s, (const void*)linear_##N##_n1, (const void*)linear_##N##_n2, (const void*)linear_##N##_n4, (const void*)linear_##N##_r}
+  static const void* table[8][5] = {VARIANTS(w4), VARIANTS(w4_g64), VARIANTS(w4_g32), VARIANTS(w8), VARIANTS(w8_g64), VARIANTS(w8_g32), VARIANTS(w8_c), VARIANTS(w16)};
+  return table[row][variant];
+}
+static int chunk_stride_of(int chunks) { return (chunks | 7) + 5; }
+static int blocks_each = 0;
+static int line(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
+static void run_linear(LinearArgs a, int bits, int variant) {
+  const int step = 4 * 128 / bits, nt = variant == N2 ? 2 : variant == N4 ? 4 : 1, row = format_row(bits, a.G, a.K), own = variant == N2 || variant == N4 ? 4 : 8, quads = (a.K + step * own - 1) / (step * own);
+  const bool wide = own == 4, staged = variant == S || variant == R;
+  const int row_bytes = a.K * bits / 8;
+  int warps = std::max(1, std::min(8, quads));
+  int tiles = 0;
+  for (int i = 0; i < a.num_matrices; i++) tiles += (a.m[i].rows + 15) / 16;
+  const size_t base = 4 * std::max(8 * warps, 32) + 1280 * warps * nt;
+  if (wide) {
+    const size_t shared = base + 16ull * chunk_stride_of(step / 2) * 8 * nt * warps;
+    const int fit = std::max(1, std::min((int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * 208)));
+    launch(linear_kernel(row, variant), dim3(std::min(tiles, fit * num_sm)), 32 * warps, shared, a);
+    return;
+  }
+  const int rounds = (quads + warps - 1) / warps;
+  for (a.stages = rounds == 1 ? 1 : 2;; a.stages++) {
+    const size_t shared = base + (size_t)a.stages * 16 * line(std::min(512 * warps, row_bytes)) + 16ull * a.T * (staged ? chunk_stride_of(quads * step) : warps * chunk_stride_of(step));
+    int fit = std::max(1, std::min((int)(227 * 1024 / (shared + 1024)), 65536 / (warps * 32 * 80)));
+    if (blocks_each) fit = std::min(fit, blocks_each);
+    if (a.stages == 1 && tiles > fit * num_sm) continue;
+    launch(linear_kernel(row, variant), dim3(std::min(tiles, fit * num_sm)), 32 * warps, shared, a);
+    return;
+  }
+}
+
+static void check_linear() {
+  struct Case { int bits, G, K, r0, r1; };
+  const Case cases[] = {{4, 128, 2048, 40, 24}, {4, 128, 768, 64, 8}, {4, 64, 192, 33, 16}, {4, 32, 96, 16, 8}, {4, 32, 1408, 48, 16}, {8, 128, 4096, 40, 24},
+                        {8, 64, 704, 40, 8}, {8, 32, 96, 17, 8}, {8, 1408, 1408, 32, 8}, {8, 128, 14336, 16, 8}, {16, 1, 2048, 40, 24}, {16, 1, 96, 8, 1}};
+  for (const Case& c : cases) {
+    Stored w[2] = {stored(c.bits, c.r0, c.K, c.G), stored(c.bits, c.r1, c.K, c.G)};
+    for (int T : {1, 7, 8, 9, 33}) {
+      float *x = random_f32((size_t)T * c.K, 2.f), *gain = random_f32(c.K, .3f, 1.f), *shift = random_f32(c.K, .2f), *bias = random_f32(c.r0, .5f);
+      for (int variant = 0; variant < 5; variant++) {
+        const bool staged = variant == S || variant == R;
+        if ((staged && c.K > 8192) || (variant != N2 && variant != N4 && T > 8)) continue;
+        for (int norm = variant == R; norm < (variant == S ? 3 : variant == R ? 2 : 1); norm++) {
+          std::vector<float> hx = download(x, (size_t)T * c.K);
+          std::vector<bf16> xb(hx.size());
+          for (size_t i = 0; i < hx.size(); i++) xb[i] = host_bf16(hx[i]);
+          std::vector<double> n;
+          LinearArgs a = {};
+          bf16* dxb = upload(c.bits == 4 && !staged ? nibble(xb) : xb);
+          if (!staged || norm == 0) {
+            n = widen(xb), a.x = dxb;
+          } else {
+            n = host_norm(widen(hx), download(gain, c.K), download(shift, c.K), norm, c.K, 1e-6);
+            a.x = x, a.x_is_f32 = 1;
+            if (norm == 2) for (auto& v : n) v = host_f32(host_bf16((float)v));
+            if (norm == 1) {
+              std::vector<float> hg = download(gain, c.K);
+              for (int t = 0; t < T; t++) {
+                double sq = 0;
+                for (int k = 0; k < c.K; k++) sq += (double)hx[(size_t)t * c.K + k] * hx[(size_t)t * c.K + k];
+                for (int k = 0; k < c.K; k++) n[(size_t)t * c.K + k] = host_f32(host_bf16(hx[(size_t)t * c.K + k] * hg[k])) / sqrt(sq / c.K + 1e-6);
+              }
+            }
+          }
+          a.gain = gain, a.shift = shift, a.T = T, a.K = c.K, a.G = c.G, a.x_stride = c.K, a.norm = norm, a.eps = 1e-6f, a.num_matrices = 2;
+          float* y0 = random_f32((size_t)T * c.r0, 1.f);
+          bf16* y1 = zeros<bf16>((size_t)T * c.r1);
+          std::vector<float> before = download(y0, (size_t)T * c.r0);
+          a.m[0] = {w[0].packed, w[0].scale, bias, y0, y0, c.r0, c.r0, 0, 0.5f};
+          a.m[1] = {w[1].packed, w[1].scale, nullptr, nullptr, y1, c.r1, c.r1, 1, 1.f};
+          run_linear(a, c.bits, variant);
+          std::vector<double> e0 = multiply(n, w[0], T), e1 = multiply(n, w[1], T);
+          std::vector<float> hb = download(bias, c.r0);
+          for (int i = 0; i < T * c.r0; i++) e0[i] = before[i] + 0.5 * (e0[i] + hb[i % c.r0]);
+          char name[128];
+          snprintf(name, 128, "linear w%d g%d K %d T %d variant %d norm %d", c.bits, c.G, c.K, T, variant, norm);
+          compare(name, download(y0, (size_t)T * c.r0), e0, norm == 2 ? 1e-4 : 1e-5);
+          compare(name, widen(download(y1, (size_t)T * c.r1)), e1, 3e-3);
+          cudaFree(y0), cudaFree(y1), cudaFree(dxb);
+        }
+      }
+      cudaFree(x), cudaFree(gain), cudaFree(shift), cudaFree(bias);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- router and experts
+static void host_softmax(std::vector<float>& x) {
+  float m = -INFINITY, s = 0;
+  for (float v : x) m = std::max(m, v);
+  for (float& v : x) v = expf(v - m), s += v;
+  for (float& v : x) v /= s;
+}
+static int first_max(const std::vector<float>& x) {
+  int b = 0;
+  for (int i = 0; i < (int)x.size(); i++) if (x[i] > x[b]) b = i;
+  return b;
+}
+static void host_route(int* ids, float* gates, const float* logits, const RouterArgs& a) {
+  std::vector<float> row(logits, logits + a.E);
+  if (a.select == 2) {
+    std::vector<float> open = row;
+    for (int k = 0; k < a.K; k++) {
+      const int pick = first_max(open);
+      const float best = open[pick];
+      std::vector<float> r = open;
+      for (int e = 0; e < a.E; e++) if ((best - row[e]) / std::max(fabsf(row[e]), best) > 2 * a.jitter) r[e] = -INFINITY;
+      host_softmax(r);
+      ids[k] = pick, gates[k] = r[pick] * a.scale, open[pick] = -INFINITY;
+    }
+    return;
+  }
+  std::vector<float> scores = row;
+  if (!a.softmax_of_chosen) host_softmax(scores);
+  if (a.select == 1) {
+    const int size = a.E / a.num_groups;
+    std::vector<float> best(a.num_groups, -INFINITY);
+    for (int e = 0; e < a.E; e++) best[e / size] = std::max(best[e / size], scores[e]);
+    std::vector<char> kept(a.num_groups, 0);
+    for (int k = 0; k < a.keep_groups; k++) { int g = first_max(best); best[g] = -INFINITY, kept[g] = 1; }
+    for (int e = 0; e < a.E; e++) if (!kept[e / size]) scores[e] = 0;
+  }
+  std::vector<float> left = scores, chosen;
+  for (int k = 0; k < a.K; k++) { int b = first_max(left); left[b] = -INFINITY, ids[k] = b, chosen.push_back(scores[b]); }
+  if (a.softmax_of_chosen) host_softmax(chosen);
+  float sum = 0;
+  for (float v : chosen) sum += v;
+  for (int k = 0; k < a.K; k++) gates[k] = (a.renorm ? chosen[k] / sum : chosen[k]) * a.scale;
+}
+static bool generic_router = false;
+static void run_router(const RouterArgs& a) {
+  const size_t shared = 4 * ((size_t)a.tokens * (a.D + a.E) + std::max(a.tokens * a.E, a.T * a.K) + 64);
+  const void* kernel = a.E > 128 || a.select || generic_router ? (const void*)router_topk : a.tokens == 1 ? (const void*)router_topk_t1 : (const void*)router_topk_t4;
+  launch(kernel, dim3(8, (a.T + a.tokens - 1) / a.tokens), 256, shared, a);
+}
+#define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c}
+static int few_most = 2;
+#define FEW(N) (const void*)moe_gate_up_##N##_few
+static void run_gate_up(const GateUpArgs& a, int bits, int max_slots) {
+  static const void* many[7] = EXPERT_VARIANTS(gate_up);
+  static const void* few[7] = {FEW(w4), FEW(w4_g64), FEW(w4_g32), FEW(w8), FEW(w8_g64), FEW(w8_g32), FEW(w8_c)};
+  const int own = a.T <= few_most ? 2 : 4;
+  const void** table = own == 2 ? few : many;
+  const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), warps = std::max(1, std::min(8, ((a.D + step - 1) / step + own - 1) / own));
+  const size_t shared = 32ull * line(std::min(64 * own * warps, a.D * bits / 8)) + (size_t)warps * (1280 + 16 * std::min(a.T, 8) * chunk_stride_of(own * step / 8));
+  launch(table[row], dim3((a.F + 15) / 16, max_slots), 32 * warps, shared, a);
+}
+static int down_warps = 8, down_steps = 6, down_stages = 2, down_columns = 2;
+static void run_down(DownArgs a, int bits) {
+  static const void* table[7] = EXPERT_VARIANTS(down);
+  const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, row = format_row(bits, a.G, a.F), warps = row == 2 ? 8 : down_warps, whole = a.G == a.F ? 1 : std::max(1, a.G / step);
+  size_t shared = 1 << 20;
+  for (int most = down_steps; shared > 227 * 1024 && most > 0; most--)
+    for (a.stages = down_stages; shared > 227 * 1024 && a.stages > 0; a.stages--) {
+      int chunks = (steps + most - 1) / most;
+      a.chunk_steps = ((steps + chunks - 1) / chunks + whole - 1) / whole * whole;
+      chunks = (steps + a.chunk_steps - 1) / a.chunk_steps;
+      if (a.T * a.K * chunks <= warps) a.stages = 1;
+      a.columns = std::min(a.T, down_columns);
+      shared = (size_t)warps * 16 * a.stages * (line(std::min(64 * a.chunk_steps, a.F * bits / 8)) + a.columns * chunk_stride_of(a.chunk_steps * step / 8)) + 64ull * a.T * a.K * chunks;
+      if (shared <= 227 * 1024) break;
+    }
+  launch(table[row], dim3((a.D + 15) / 16), 32 * warps, shared, a);
+}
+
+struct Experts {
+  std::vector<Stored> gate, up, down;
+  u64* table;
+};
+static Experts experts(int E, int D, int F, int bits, int G) {
+  Experts x;
+  std::vector<u64> t;
+  for (int e = 0; e < E; e++) {
+    x.gate.push_back(stored(bits, F, D, G == 0 ? D : G)), x.up.push_back(stored(bits, F, D, G == 0 ? D : G)), x.down.push_back(stored(bits, D, F, G == 0 ? F : G));
+    for (const Stored* s : {&x.gate[e], &x.up[e], &x.down[e]}) t.push_back((u64)s->packed), t.push_back((u64)s->scale);
+  }
+  x.table = upload(t);
+  return x;
+}
+static void check_router_and_experts() {
+  struct Case { int E, K, D, F, bits, G, select, chosen, renorm, norm, one; };
+  const Case cases[] = {{16, 4, 256, 768, 4, 128, 0, 0, 1, 1, 0}, {16, 1, 2048, 128, 4, 128, 0, 0, 0, 1, 1}, {4, 4, 256, 512, 4, 64, 0, 1, 0, 1, 0},
+                        {8, 2, 160, 96, 4, 32, 2, 0, 0, 2, 0},   {32, 6, 256, 1408, 8, 128, 1, 0, 0, 1, 0}, {128, 8, 2048, 768, 4, 128, 0, 0, 1, 1, 0},
+                        {8, 2, 96, 96, 8, 32, 0, 0, 1, 0, 0},    {8, 2, 4096, 1024, 4, 128, 0, 0, 1, 1, 0}, {60, 4, 288, 704, 8, 0, 0, 0, 0, 1, 0}};
+  for (const Case& c : cases) {
+    Experts x = experts(c.E, c.D, c.F, c.bits, c.G);
+    const int E = c.E, K = c.K, D = c.D, F = c.F;
+    bf16* w = random_bf16((size_t)E * D, c.one ? 1e-4f : 1.5f / sqrtf(D));
+    if (c.one) fill_bf16<<<8, 256>>>(w + (size_t)3 * D, D, 77, 1.f);
+    int* counters = zeros<int>(80);
+    for (int T : {1, 7, 8, 9, 33}) {
+      few_most = generic_router ? 64 : 0;
+      float *r = random_f32((size_t)T * D, 2.f), *gain = random_f32(D, .3f, 1.f), *shift = random_f32(D, .2f);
+      if (c.one) {
+        std::vector<float> row = widen(download(w + (size_t)3 * D, D)).size() ? std::vector<float>() : std::vector<float>();
+        std::vector<bf16> w3 = download(w + (size_t)3 * D, D);
+        std::vector<float> hr = download(r, (size_t)T * D);
+        for (size_t i = 0; i < hr.size(); i++) hr[i] += host_f32(w3[i % D]);
+        OK(cudaMemcpy(r, hr.data(), hr.size() * 4, cudaMemcpyHostToDevice));
+      }
+      RouterArgs a = {};
+      a.logits = device<float>((size_t)T * E), a.ids = device<int>(T * K), a.gates = device<float>(T * K), a.slots = zeros<ExpertSlot>(std::min(T * K, E));
+      a.num_slots = device<int>(1), a.pairs = device<int>(T * K), a.normed = device<bf16>((size_t)T * D), a.x = r, a.gain = gain, a.shift = shift, a.w = w, a.table = x.table;
+      a.counters = counters, a.T = T, a.D = D, a.E = E, a.K = K, a.tokens = T > 1 && (generic_router || T == 9) ? 4 : 1, a.norm = c.norm, a.eps = 1e-6f, a.nibble_order = c.bits == 4;
+      a.select = c.select, a.softmax_of_chosen = c.chosen, a.renorm = c.renorm, a.num_groups = 4, a.keep_groups = 2, a.jitter = 0.1f, a.scale = 1.25f;
+      run_router(a);
+      char name[128];
+      snprintf(name, 128, "router E %d K %d D %d T %d select %d", E, K, D, T, c.select);
+      std::vector<double> n = host_norm(widen(download(r, (size_t)T * D)), download(gain, D), download(shift, D), c.norm, D, 1e-6);
+      std::vector<float> logits = download(a.logits, (size_t)T * E);
+      compare(name, logits, multiply(n, Stored{16, E, D, 1, w, nullptr}, T), 1e-5);
+      std::vector<int> ids = download(a.ids, T * K), want_ids(T * K);
+      std::vector<float> gates = download(a.gates, T * K), want_gates(T * K);
+      for (int t = 0; t < T; t++) host_route(&want_ids[t * K], &want_gates[t * K], &logits[(size_t)t * E], a);
+      compare((std::string(name) + " ids").c_str(), ids, want_ids, 0);
+      compare((std::string(name) + " gates").c_str(), gates, want_gates, 1e-5);
+      std::vector<bf16> nb = download(a.normed, (size_t)T * D);
+      if (c.bits == 4) nb = natural(nb);
+      compare((std::string(name) + " normed").c_str(), widen(nb), n, 3e-3);
+      std::vector<ExpertSlot> slots = download(a.slots, std::min(T * K, E));
+      std::vector<int> pairs = download(a.pairs, T * K);
+      int num_slots = download(a.num_slots, 1)[0], seen = 0, bad = 0, last = -1;
+      for (int s = 0; s < num_slots; s++) {
+        bad += slots[s].expert <= last || slots[s].first != seen || slots[s].count < 1, last = slots[s].expert;
+        for (int i = 0; i < slots[s].count; i++) bad += ids[pairs[seen + i]] != slots[s].expert || (i < 8 && slots[s].pair[i] != pairs[seen + i]) || (i && pairs[seen + i] <= pairs[seen + i - 1]);
+        seen += slots[s].count;
+      }
+      if (bad || seen != T * K) failures++, printf("FAIL %s: expert list, %d bad, %d of %d pairs, %d slots\n", name, bad, seen, T * K, num_slots);
+      if (c.one && num_slots != 1) failures++, printf("FAIL %s: meant one expert, got %d\n", name, num_slots);
+
+      bf16* h = zeros<bf16>((size_t)T * K * F);
+      run_gate_up({h, a.normed, a.slots, a.num_slots, a.pairs, T, D, F, K, c.G == 0 ? D : c.G}, c.bits, std::min(T * K, E));
+      std::vector<bf16> hb = download(h, (size_t)T * K * F);
+      if (c.bits == 4) hb = natural(hb);
+      std::vector<double> nd = widen(nb), hd = widen(hb), want_h((size_t)T * K * F), want_y((size_t)T * D);
+      float* y = random_f32((size_t)T * D, 1.f);
+      std::vector<float> before = download(y, (size_t)T * D);
+      for (size_t i = 0; i < before.size(); i++) want_y[i] = before[i];
+      for (int e = 0; e < E; e++) {
+        std::vector<int> mine;
+        for (int p = 0; p < T * K; p++) if (ids[p] == e) mine.push_back(p);
+        if (mine.empty()) continue;
+        const int m = (int)mine.size();
+        std::vector<double> xs, hs;
+        for (int p : mine) xs.insert(xs.end(), &nd[(size_t)(p / K) * D], &nd[(size_t)(p / K) * D] + D), hs.insert(hs.end(), &hd[(size_t)p * F], &hd[(size_t)p * F] + F);
+        std::vector<double> g = multiply(xs, x.gate[e], m), u = multiply(xs, x.up[e], m), d = multiply(hs, x.down[e], m);
+        for (int i = 0; i < m; i++) {
+          for (int f = 0; f < F; f++) want_h[(size_t)mine[i] * F + f] = g[(size_t)i * F + f] / (1 + exp(-g[(size_t)i * F + f])) * u[(size_t)i * F + f];
+          for (int k = 0; k < D; k++) want_y[(size_t)(mine[i] / K) * D + k] += 0.7 * gates[mine[i]] * d[(size_t)i * D + k];
+        }
+      }
+      snprintf(name, 128, "moe_gate_up w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
+      compare(name, hd, want_h, 3e-3);
+      run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, c.G == 0 ? F : c.G, 0, 0, 0, 0.7f}, c.bits);
+      snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
+      compare(name, download(y, (size_t)T * D), want_y, 1e-5);
+      for (void* p : {(void*)r, (void*)gain, (void*)shift, (void*)a.logits, (void*)a.ids, (void*)a.gates, (void*)a.slots, (void*)a.num_slots, (void*)a.pairs, (void*)a.normed, (void*)h, (void*)y}) cudaFree(p);
+    }
+    for (auto* v : {&x.gate, &x.up, &x.down}) for (auto& s : *v) cudaFree(s.packed), cudaFree(s.scale);
+    cudaFree(x.table), cudaFree(w), cudaFree(counters);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------------- attention
+static size_t attention_shared(int Dh) { return std::max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
+static void run_attention(const AttentionArgs& a, int Dh, int T) {
+  const void* k = Dh == 32 ? (const void*)attention_decode_d32 : Dh == 64 ? (const void*)attention_decode_d64 : Dh == 96 ? (const void*)attention_decode_d96 : (const void*)attention_decode_d128;
+  launch(k, dim3(a.max_splits, a.Hk, T), 128, attention_shared(Dh), a);
+}
+static void check_attention() {
+  struct Case { int Dh, H, Hk, norm, interleaved, window, rope; float clip; };
+  const Case cases[] = {{128, 32, 4, 1, 0, 0, 128, INFINITY}, {64, 8, 8, 2, 0, 0, 64, 1.5f}, {32, 16, 1, 0, 1, 40, 16, INFINITY}, {96, 6, 2, 0, 0, 0, 96, INFINITY}, {128, 8, 2, 0, 0, 20, 128, INFINITY}};
+  const std::vector<int> lengths = {1, 15, 16, 17, 33, 200, 1000};
+  for (const Case& c : cases) {
+    const int T = (int)lengths.size(), H = c.H, Hk = c.Hk, Dh = c.Dh, max_pages = 64, pages = T * max_pages, half = c.rope / 2, max_splits = 8;
+    std::vector<int> table(T * max_pages), positions;
+    for (int i = 0; i < T * max_pages; i++) table[i] = (int)((i * 37ll + 11) % pages);
+    for (int l : lengths) positions.push_back(l - 1);
+    std::vector<float> cs(1024 * half), sn(1024 * half);
+    for (int p = 0; p < 1024; p++) for (int i = 0; i < half; i++) cs[p * half + i] = cosf(p * powf(1e4f, -2.f * i / c.rope)), sn[p * half + i] = sinf(p * powf(1e4f, -2.f * i / c.rope));
+    float *q = random_f32(T * H * Dh, 1.3f), *k = random_f32(T * Hk * Dh, 1.3f), *v = random_f32(T * Hk * Dh, 1.f), *qg = random_f32(H * Dh, .3f, 1.f), *kg = random_f32(Hk * Dh, .3f, 1.f);
+    bf16 *kp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f), *vp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f), *out = zeros<bf16>(T * H * Dh);
+    AttentionArgs a = {};
+    a.out = out, a.q = q, a.k = k, a.v = v, a.k_pages = kp, a.v_pages = vp, a.page_table = upload(table), a.positions = upload(positions);
+    a.partial = device<float>((size_t)T * Hk * max_splits * 16 * (Dh + 4)), a.counters = zeros<int>(T * Hk), a.q_gain = qg, a.k_gain = kg, a.cosines = upload(cs), a.sines = upload(sn);
+    a.q_stride = H * Dh, a.k_stride = a.v_stride = Hk * Dh, a.out_stride = H * Dh, a.H = H, a.Hk = Hk, a.max_pages = max_pages, a.max_splits = max_splits, a.norm = c.norm, a.eps = 1e-6f;
+    a.clip = c.clip, a.rope_dim = c.rope, a.interleaved = c.interleaved, a.window = c.window, a.scale = 1.f / sqrtf(Dh);
+    run_attention(a, Dh, T);
+    std::vector<double> got = widen(download(out, T * H * Dh)), want(got.size());
+    std::vector<float> hq = download(q, T * H * Dh), hk = download(k, T * Hk * Dh), hv = download(v, T * Hk * Dh), hqg = download(qg, H * Dh), hkg = download(kg, Hk * Dh);
+    std::vector<bf16> hkp = download(kp, (size_t)pages * Hk * 16 * Dh), hvp = download(vp, (size_t)pages * Hk * 16 * Dh);
+    auto prepare = [&](std::vector<float>& row, const std::vector<float>& gain, int heads, int pos) {
+      const int runs = c.norm == 2 ? 1 : heads, width = heads * Dh / runs;
+      for (int r = 0; c.norm && r < runs; r++) {
+        double sq = 0;
+        for (int i = 0; i < width; i++) sq += (double)row[r * width + i] * row[r * width + i];
+        for (int i = 0; i < width; i++) row[r * width + i] *= gain[i] / sqrt(sq / width + 1e-6);
+      }
+      for (float& x : row) x = fminf(fmaxf(x, -c.clip), c.clip);
+      for (int h = 0; h < heads; h++)
+        for (int i = 0; i < half; i++) {
+          float &x = row[h * Dh + (c.interleaved ? 2 * i : i)], &y = row[h * Dh + (c.interleaved ? 2 * i + 1 : i + half)];
+          const float p = x, s = y;
+          x = p * cs[pos * half + i] - s * sn[pos * half + i], y = s * cs[pos * half + i] + p * sn[pos * half + i];
+        }
+    };
+    int bad = 0;
+    for (int t = 0; t < T; t++) {
+      const int pos = positions[t];
+      std::vector<float> rq(&hq[t * H * Dh], &hq[t * H * Dh] + H * Dh), rk(&hk[t * Hk * Dh], &hk[t * Hk * Dh] + Hk * Dh);
+      prepare(rq, hqg, H, pos), prepare(rk, hkg, Hk, pos);
+      for (int h = 0; h < H; h++) {
+        const int kv = h / (H / Hk), begin = c.window ? std::max(0, pos + 1 - c.window) : 0;
+        auto at = [&](const std::vector<bf16>& p, int s, int d) { return (double)host_f32(p[(((size_t)table[t * max_pages + s / 16] * Hk + kv) * 16 + s % 16) * Dh + d]); };
+        for (int d = 0; d < Dh; d++) bad += fabs(at(hkp, pos, d) - rk[kv * Dh + d]) > 0.01 * fabs(rk[kv * Dh + d]) + 1e-4;
+        std::vector<double> s;
+        double m = -1e30, sum = 0;
+        for (int p = begin; p <= pos; p++) {
+          double dot = 0;
+          for (int d = 0; d < Dh; d++) dot += host_f32(host_bf16(rq[h * Dh + d])) * at(hkp, p, d);
+          s.push_back(dot * a.scale), m = std::max(m, s.back());
+        }
+        for (double& x : s) x = exp(x - m), sum += x;
+        for (int d = 0; d < Dh; d++) {
+          double o = 0;
+          for (int p = begin; p <= pos; p++) o += s[p - begin] / sum * at(hvp, p, d);
+          want[(t * H + h) * Dh + d] = o;
+        }
+      }
+      for (int i = 0; i < Hk * Dh; i++) bad += fabs(host_f32(hvp[(((size_t)table[t * max_pages + pos / 16] * Hk + i / Dh) * 16 + pos % 16) * Dh + i % Dh]) - std::min(std::max(hv[t * Hk * Dh + i], -c.clip), c.clip)) > 0.01;
+    }
+    char name[96];
+    snprintf(name, 96, "attention Dh %d H %d Hk %d norm %d window %d", Dh, H, Hk, c.norm, c.window);
+    if (bad) failures++, printf("FAIL %s: %d appended elements\n", name, bad);
+    compare(name, got, want, 5e-3);
+  }
+}
+static void check_rows() {
+  const int T = 5, V = 1003;
+  float* logits = random_f32(T * V, 1.f);
+  int *tokens = device<int>(T), *counters = zeros<int>(T);
+  launch((const void*)argmax_rows, dim3(3, T), 256, 0, ArgmaxArgs{tokens, logits, zeros<u64>(T), counters, nullptr, V});
+  std::vector<float> h = download(logits, T * V);
+  std::vector<int> want, got = download(tokens, T);
+  for (int t = 0; t < T; t++) want.push_back(first_max(std::vector<float>(&h[t * V], &h[t * V] + V)));
+  compare("argmax", got, want, 0);
+  Stored w = stored(8, 50, 256, 128);
+  float* x = device<float>(T * 256);
+  launch((const void*)embed_w8, dim3(T), 256, 0, EmbedArgs{x, w.packed, w.scale, upload(std::vector<int>{3, 49, 0, 7, 7}), 256, 128, 2.f});
+  std::vector<double> one(50 * 50, 0), id(256 * 256, 0), want_x;
+  for (int i = 0; i < 256; i++) id[i * 256 + i] = 1;
+  std::vector<double> wt = multiply(id, w, 256);
+  for (int r : {3, 49, 0, 7, 7}) for (int d = 0; d < 256; d++) want_x.push_back(2 * wt[d * 50 + r]);
+  compare("embed", download(x, T * 256), want_x, 1e-6);
+  float *gain = random_f32(256, .3f, 1.f), *shift = random_f32(256, .3f);
+  bf16* y = device<bf16>(T * 256);
+  for (int norm : {1, 2}) {
+    launch((const void*)norm_rows, dim3(1, T), 256, 0, NormArgs{y, x, gain, shift, 256, 1, 256, 256, 0, 0, 1, norm, 1e-6f});
+    compare("norm", widen(natural(download(y, T * 256))), host_norm(want_x, download(gain, 256), download(shift, 256), norm, 256, 1e-6), 3e-3);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------------------- step
+struct Shape {
+  const char* name;
+  int L, D, H, Hk, Dh, E, K, F, V, qk_norm;
+};
+static const Shape qwen = {"Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 128, 8, 768, 151936, 1}, mixtral = {"Mixtral-8x7B", 32, 4096, 32, 8, 128, 8, 2, 14336, 32000, 0};
+struct Layer {
+  Stored q, k, v, o, gate, up, down;  // experts stacked on rows
+  bf16* router;
+  float *attn_gain, *ffn_gain;
+  bf16 *k_pages, *v_pages;
+  u64* table;
+};
+struct Op {
+  const char* name;
+  int layer;
+  double bytes;
+  std::function<void()> run;
+};
+struct Model {
+  Shape s;
+  std::vector<Layer> layers;
+  Stored embed, head;
+  float *final_gain, *q_gain, *k_gain, *cosines, *sines;
+  int context, max_pages;
+};
+static const int MAX_T = 64;
+static Model build(const Shape& s, int context, int max_batch) {
+  Model m;
+  m.s = s, m.context = context, m.max_pages = (context + 31) / 16;
+  const int q = s.H * s.Dh, kv = s.Hk * s.Dh;
+  for (int l = 0; l < s.L; l++) {
+    Layer y;
+    y.q = stored(8, q, s.D, 128), y.k = stored(8, kv, s.D, 128), y.v = stored(8, kv, s.D, 128), y.o = stored(8, s.D, q, 128);
+    y.gate = stored(4, s.E * s.F, s.D, 128), y.up = stored(4, s.E * s.F, s.D, 128), y.down = stored(4, s.E * s.D, s.F, 128);
+    y.router = random_bf16((size_t)s.E * s.D, 1.f / sqrtf(s.D));
+    y.attn_gain = random_f32(s.D, .1f, 1.f), y.ffn_gain = random_f32(s.D, .1f, 1.f);
+    const size_t cache = (size_t)max_batch * m.max_pages * kv * 16;
+    y.k_pages = random_bf16(cache, 1.f), y.v_pages = random_bf16(cache, 1.f);
+    std::vector<u64> t;
+    for (int e = 0; e < s.E; e++)
+      for (const Stored* w : {&y.gate, &y.up, &y.down}) {
+        const size_t rows = w->rows / s.E;
+        t.push_back((u64)w->packed + rows * e * w->K / 2), t.push_back((u64)w->scale + rows * e * (w->K / 128) * 2);
+      }
+    y.table = upload(t);
+    m.layers.push_back(y);
+  }
+  m.embed = stored(16, s.V, s.D, 1), m.head = stored(8, s.V, s.D, 128);
+  m.final_gain = random_f32(s.D, .1f, 1.f), m.q_gain = random_f32(s.Dh, .1f, 1.f), m.k_gain = random_f32(s.Dh, .1f, 1.f);
+  std::vector<float> cs((size_t)(context + 32) * s.Dh / 2), sn(cs.size());
+  for (int p = 0; p < context + 32; p++)
+    for (int i = 0; i < s.Dh / 2; i++) cs[(size_t)p * s.Dh / 2 + i] = cosf(p * powf(1e6f, -2.f * i / s.Dh)), sn[(size_t)p * s.Dh / 2 + i] = sinf(p * powf(1e6f, -2.f * i / s.Dh));
+  m.cosines = upload(cs), m.sines = upload(sn);
+  OK(cudaDeviceSynchronize());
+  return m;
+}
+static int o_variant = S, staged_most = 8, router_tokens = 1, max_splits_one = 32;
+struct Buffers {
+  float *x, *q, *k, *v, *logits, *router_logits, *gates, *partial;
+  bf16 *normed, *attn, *h;
+  int *ids, *num_slots, *pairs, *counters, *tokens, *positions, *page_table;
+  ExpertSlot* slots;
+  u64* best;
+};
+static std::vector<Op> program(const Model& m, int T, Buffers& b) {
+  const Shape& s = m.s;
+  const int q = s.H * s.Dh, kv = s.Hk * s.Dh;
+  b.x = device<float>(T * s.D), b.q = device<float>(T * q), b.k = device<float>(T * kv), b.v = device<float>(T * kv), b.logits = device<float>((size_t)T * s.V);
+  b.router_logits = device<float>(T * s.E), b.gates = device<float>(T * s.K), b.normed = device<bf16>(T * s.D), b.attn = device<bf16>(T * q), b.h = device<bf16>((size_t)T * s.K * s.F);
+  b.ids = device<int>(T * s.K), b.num_slots = zeros<int>(1), b.pairs = device<int>(T * s.K), b.counters = zeros<int>(4096), b.slots = zeros<ExpertSlot>(s.E), b.best = zeros<u64>(T);
+  const int max_splits = std::max(1, std::min(max_splits_one, 4 * max_splits_one / T));
+  b.partial = device<float>((size_t)T * s.Hk * max_splits * 16 * (s.Dh + 4));
+  std::vector<int> tokens, positions(T, m.context - 1), table;
+  for (int t = 0; t < T; t++) {
+    tokens.push_back((t * 7919 + 13) % s.V);
+    for (int p = 0; p < m.max_pages; p++) table.push_back(t * m.max_pages + p);
+  }
+  b.tokens = upload(tokens), b.positions = upload(positions), b.page_table = upload(table);
+  const double distinct = s.E * (1 - pow(1 - (double)s.K / s.E, T));
+  const int variant = T <= staged_most ? 0 : T <= 8 ? 1 : T <= 16 ? 2 : 3;
+  std::vector<Op> ops;
+  ops.push_back({"embed", -1, 0, [=] { launch((const void*)embed_w16, dim3(T), 256, 0, EmbedArgs{b.x, m.embed.packed, nullptr, b.tokens, s.D, 1, 30.f}); }});
+  for (int l = 0; l < s.L; l++) {
+    const Layer& y = m.layers[l];
+    if (variant) ops.push_back({"norm", l, 0, [=] { launch((const void*)norm_rows, dim3(1, T), 256, 0, NormArgs{b.normed, b.x, y.attn_gain, nullptr, s.D, 1, s.D, s.D, 0, 0, 0, 1, 1e-6f}); }});
+    ops.push_back({"qkv", l, y.q.bytes() + y.k.bytes() + y.v.bytes(), [=] {
+      LinearArgs a = {};
+      a.x = variant ? (void*)b.normed : (void*)b.x, a.x_is_f32 = !variant, a.norm = !variant, a.gain = y.attn_gain, a.eps = 1e-6f, a.T = T, a.K = s.D, a.G = 128, a.x_stride = s.D, a.num_matrices = 3;
+      a.m[0] = {y.q.packed, y.q.scale, nullptr, nullptr, b.q, q, q, 0, 1.f};
+      a.m[1] = {y.k.packed, y.k.scale, nullptr, nullptr, b.k, kv, kv, 0, 1.f};
+      a.m[2] = {y.v.packed, y.v.scale, nullptr, nullptr, b.v, kv, kv, 0, 1.f};
+      run_linear(a, 8, variant ? variant : R);
+    }});
+    ops.push_back({"attention", l, 2.0 * T * m.context * kv * 2, [=] {
+      AttentionArgs a = {};
+      a.out = b.attn, a.q = b.q, a.k = b.k, a.v = b.v, a.k_pages = y.k_pages, a.v_pages = y.v_pages, a.page_table = b.page_table, a.positions = b.positions, a.partial = b.partial, a.counters = b.counters;
+      a.q_gain = m.q_gain, a.k_gain = m.k_gain, a.cosines = m.cosines, a.sines = m.sines, a.q_stride = a.out_stride = q, a.k_stride = a.v_stride = kv, a.H = s.H, a.Hk = s.Hk, a.max_pages = m.max_pages;
+      a.max_splits = max_splits, a.norm = s.qk_norm, a.eps = 1e-6f, a.clip = INFINITY, a.rope_dim = s.Dh, a.scale = 1.f / sqrtf(s.Dh);
+      run_attention(a, s.Dh, T);
+    }});
+    ops.push_back({"o_proj", l, y.o.bytes(), [=] {
+      LinearArgs a = {};
+      a.x = b.attn, a.T = T, a.K = q, a.G = 128, a.x_stride = q, a.num_matrices = 1;
+      a.m[0] = {y.o.packed, y.o.scale, nullptr, b.x, b.x, s.D, s.D, 0, 0.1f};
+      run_linear(a, 8, variant ? variant : o_variant);
+    }});
+    ops.push_back({"router", l, 2.0 * s.E * s.D, [=] {
+      RouterArgs a = {};
+      a.logits = b.router_logits, a.ids = b.ids, a.gates = b.gates, a.slots = b.slots, a.num_slots = b.num_slots, a.pairs = b.pairs, a.normed = b.normed, a.x = b.x, a.gain = y.ffn_gain, a.w = y.router;
+      a.table = y.table, a.counters = b.counters + 1024, a.T = T, a.D = s.D, a.E = s.E, a.K = s.K, a.tokens = T == 1 ? 1 : router_tokens, a.norm = 1, a.eps = 1e-6f, a.nibble_order = 1, a.renorm = 1, a.scale = 1.f;
+      run_router(a);
+    }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.normed, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 128}, 4, std::min(T * s.K, s.E)); }});
+    ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 128, 0, 0, 0, 0.1f}, 4); }});
+  }
+  if (variant) ops.push_back({"norm", s.L, 0, [=] { launch((const void*)norm_rows, dim3(1, T), 256, 0, NormArgs{b.normed, b.x, m.final_gain, nullptr, s.D, 1, s.D, s.D, 0, 0, 0, 1, 1e-6f}); }});
+  ops.push_back({"lm_head", s.L, m.head.bytes(), [=] {
+    LinearArgs a = {};
+    a.x = variant ? (void*)b.normed : (void*)b.x, a.x_is_f32 = !variant, a.norm = !variant, a.gain = m.final_gain, a.eps = 1e-6f, a.T = T, a.K = s.D, a.G = 128, a.x_stride = s.D, a.num_matrices = 1;
+    a.m[0] = {m.head.packed, m.head.scale, nullptr, nullptr, b.logits, s.V, s.V, 0, 1.f};
+    run_linear(a, 8, variant ? variant : R);
+  }});
+  ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 2048, nullptr, s.V}); }});
+  return ops;
+}
+static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats) {
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  for (const Op& op : ops) if (keep(op)) op.run();
+  OK(cudaStreamEndCapture(stream, &graph));
+  OK(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 3; i++) OK(cudaGraphLaunch(exec, stream));
+  std::vector<double> ms;
+  cudaEvent_t a, b;
+  cudaEventCreate(&a), cudaEventCreate(&b);
+  for (int r = 0; r < 5; r++) {
+    OK(cudaEventRecord(a, stream));
+    for (int i = 0; i < repeats; i++) OK(cudaGraphLaunch(exec, stream));
+    OK(cudaEventRecord(b, stream));
+    OK(cudaEventSynchronize(b));
+    float t;
+    cudaEventElapsedTime(&t, a, b);
+    ms.push_back(t / repeats);
+  }
+  OK(cudaGetLastError());
+  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(a), cudaEventDestroy(b);
+  std::sort(ms.begin(), ms.end());
+  return ms[2];
+}
+static void measure(const Model& m, const std::vector<int>& batches, bool kernels) {
+  std::vector<std::string> lines;
+  for (int T : batches) {
+    Buffers b;
+    std::vector<Op> ops = program(m, T, b);
+    for (const Op& op : ops) op.run();
+    OK(cudaStreamSynchronize(stream));
+    double bytes = 0;
+    for (const Op& op : ops) bytes += op.bytes;
+    const int repeats = 20;
+    const double ms = time_graph(ops, [](const Op&) { return true; }, repeats);
+    const int slots = download(b.num_slots, 1)[0];
+    char line[512];
+    snprintf(line, 512, "%s context %d batch %2d: %.3f ms  %7.0f tok/s  %4.1f %% of read bandwidth (%.2f GB, last layer %d experts)", m.s.name, m.context, T, ms, T / ms * 1e3, bytes / ms / 1e9 / READ_TB_S * 100, bytes / 1e9, slots);
+    lines.push_back(line);
+    if (kernels) {
+      std::string row = "  us a launch alone / in the step, TB/s alone:";
+      for (const char* name : {"norm", "qkv", "attention", "o_proj", "router", "gate_up", "down", "lm_head", "argmax"}) {
+        int n = 0;
+        double each = 0;
+        for (const Op& op : ops) if (!strcmp(op.name, name)) n++, each += op.bytes;
+        if (!n) continue;
+        const double alone = time_graph(ops, [&](const Op& op) { return !strcmp(op.name, name); }, repeats) / n * 1e3;
+        const double without = time_graph(ops, [&](const Op& op) { return strcmp(op.name, name); }, repeats);
+        snprintf(line, 512, "  %s %.2f / %.2f", name, alone, (ms - without) / n * 1e3);
+        row += line;
+        if (each) snprintf(line, 512, " %.2f", each / n / alone / 1e6), row += line;
+      }
+      lines.push_back(row);
+    }
+    for (void* p : {(void*)b.x, (void*)b.q, (void*)b.k, (void*)b.v, (void*)b.logits, (void*)b.router_logits, (void*)b.gates, (void*)b.partial, (void*)b.normed, (void*)b.attn, (void*)b.h}) cudaFree(p);
+  }
+  for (auto& l : lines) puts(l.c_str());
+}
+
+int main(int argc, char** argv) {
+  auto has = [&](const char* w) { for (int i = 1; i < argc; i++) if (!strcmp(argv[i], w)) return true; return false; };
+  auto value = [&](const char* w, int d) { for (int i = 1; i < argc; i++) if (!strncmp(argv[i], w, strlen(w)) && argv[i][strlen(w)] == '=') return atoi(argv[i] + strlen(w) + 1); return d; };
+  OK(cudaStreamCreate(&stream));
+  if (has("check")) {
+    use_pdl = false;
+    check_rows(), printf("rows: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    check_linear(), printf("linear: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    check_router_and_experts(), generic_router = true, check_router_and_experts(), generic_router = false, few_most = 2, printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    check_attention(), printf("attention: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    use_pdl = true;
+  }
+  staged_most = value("staged", staged_most), down_warps = value("down_warps", down_warps), down_steps = value("down_steps", down_steps), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
+  if (has("step")) {
+    const int context = value("context", 512);
+    Shape shape = has("mixtral") ? mixtral : qwen;
+    shape.L = value("layers", shape.L), use_pdl = !has("plain");
+    Model m = build(shape, context, context > 2048 ? 1 : 64);
+    std::vector<int> batches = {1, 4, 8, 16, 32};
+    if (has("one") || context > 2048) batches = {1};
+    if (value("batch", 0)) batches = {value("batch", 0)};
+    measure(m, batches, has("kernels"));
+    if (has("variants")) {
+      use_pdl = false, printf("without dependent launch: "), measure(m, {1}, false), use_pdl = true;
+      few_most = 0, printf("gate_up four steps: "), measure(m, {1}, false), few_most = 8, printf("gate_up two steps: "), measure(m, {4, 8}, false), few_most = 2;
+      router_tokens = 4, printf("router by four: "), measure(m, {4, 32}, false), router_tokens = 1;
+      for (int w : {8, 16}) for (int c : {3, 6}) down_warps = w, down_steps = c, down_columns = w == 16 ? 1 : 2, printf("down warps %d steps %d: ", w, c), measure(m, {1, 4, 16}, false);
+      down_warps = 8, down_steps = 3, down_columns = 4, printf("down warps 8 steps 3 columns 4: "), measure(m, {16, 32}, false);
+      down_steps = 6, down_columns = 2;
+    }
+  }
+  return failures != 0;
+}

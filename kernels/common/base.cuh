@@ -1,0 +1,111 @@
+// Types, bf16 conversions by bits, memory operations, programmatic dependent launch. No CUDA header is needed.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef u16 bf16;  // raw bits
+
+#define DEV __device__ __forceinline__
+
+DEV float bf16_lo(u32 pair) { return __uint_as_float(pair << 16); }
+DEV float bf16_hi(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+DEV float to_f32(bf16 x) { return __uint_as_float((u32)x << 16); }
+
+// two floats to a bf16 pair, round to nearest even
+DEV u32 bf16_pair(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+DEV bf16 to_bf16(float x) { return (bf16)bf16_pair(x, 0.f); }
+
+// read once, keep out of L1
+DEV uint4 load_streaming(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+DEV u32 load_u16_const(const void* p) {
+  u16 r;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(r) : "l"(p));
+  return r;
+}
+DEV uint4 load_v4(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+// past L1: what another block of this launch wrote
+DEV float load_f32_l2(const float* p) {
+  float r;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p) : "memory");
+  return r;
+}
+DEV uint4 load_v4_l2(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+DEV int load_s32_l2(const int* p) {
+  int r;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEV void copy_async_16(void* dst_sh, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst_sh)), "l"(src) : "memory");
+}
+DEV void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEV void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Results of the previous kernel are visible after dependency_wait. A kernel calls dependents_launch after its own wait, so
+// that whatever runs ahead in the next kernel may already read what the kernel before this one wrote.
+DEV void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEV void dependents_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Thread block clusters, sm_90 and later: barrier halves, and a store into the shared memory of block `rank`.
+#if __CUDA_ARCH__ >= 900
+#define HAS_CLUSTERS 1
+DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEV void cluster_store_f32(float* p_sh, int rank, float x) {
+  asm volatile("{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2;}" ::"r"(shared_address(p_sh)), "r"(rank), "f"(x) : "memory");
+}
+#else
+#define HAS_CLUSTERS 0
+#endif
+
+#define INFINITY_F __int_as_float(0x7f800000)
+
+DEV u32 word_at(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+DEV int div_up(int a, int b) { return (a + b - 1) / b; }
+DEV int min_int(int a, int b) { return a < b ? a : b; }
+DEV int max_int(int a, int b) { return a > b ? a : b; }
+DEV float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+DEV float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// Position of element k in the order in which four-bit products read activations: each run of 8 as 0 4 1 5 2 6 3 7.
+DEV int nibble_position(int k) { return (k & ~7) | ((k & 3) << 1) | ((k >> 2) & 1); }
+// eight natural elements as one 16-byte chunk in that order
+DEV uint4 nibble_chunk(uint4 v) {
+  uint4 r;
+  r.x = __byte_perm(v.x, v.z, 0x5410), r.y = __byte_perm(v.x, v.z, 0x7632);
+  r.z = __byte_perm(v.y, v.w, 0x5410), r.w = __byte_perm(v.y, v.w, 0x7632);
+  return r;
+}

@@ -1,0 +1,320 @@
+//! Launchers of the fast kernels and the structs they take by value; `kernels/README.md` has the contracts. The structs are
+//! compared with the sources by a test.
+
+use super::device::{CudaError, Device};
+use super::launch::Grid;
+use super::module::{Function, Module, Overlap, PROGRAMS, cached};
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+macro_rules! structs {
+    ($($(#[$doc:meta])* $name:ident in $file:literal { $($field:ident: $ty:ty,)* })*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy)]
+            #[repr(C)]
+            pub(super) struct $name { $(pub $field: $ty,)* }
+
+            impl $name {
+                /// All zero, which is null, no and none.
+                #[allow(dead_code, reason = "small structs are written out in full")]
+                pub const ZERO: $name = {
+                    // SAFETY: integers and floats only, for which zero is a value.
+                    unsafe { std::mem::zeroed() }
+                };
+            }
+        )*
+
+        #[cfg(test)]
+        const STRUCTS: &[(&str, &str, &[(&str, &str)])] =
+            &[$((stringify!($name), include_str!(concat!("../../../kernels/", $file)), &[$((stringify!($field), stringify!($ty))),*])),*];
+    };
+}
+
+structs! {
+    /// One product of a launch.
+    LinearMatrix in "linear.cu" {
+        packed: u64,
+        scale: u64,
+        bias: u64,
+        add: u64,
+        out: u64,
+        rows: i32,
+        out_stride: i32,
+        out_is_bf16: i32,
+        out_scale: f32,
+    }
+    /// Up to three products of one input.
+    LinearArgs in "linear.cu" {
+        x: u64,
+        gain: u64,
+        shift: u64,
+        m: [LinearMatrix; 3],
+        num_matrices: i32,
+        t: i32,
+        k: i32,
+        g: i32,
+        x_stride: i32,
+        x_is_f32: i32,
+        norm: i32,
+        eps: f32,
+        stages: i32,
+    }
+    /// The fused router.
+    RouterArgs in "router.cu" {
+        logits: u64,
+        ids: u64,
+        gates: u64,
+        slots: u64,
+        num_slots: u64,
+        pairs: u64,
+        normed: u64,
+        x: u64,
+        gain: u64,
+        shift: u64,
+        w: u64,
+        table: u64,
+        counters: u64,
+        t: i32,
+        d: i32,
+        e: i32,
+        k: i32,
+        tokens: i32,
+        w_is_f32: i32,
+        norm: i32,
+        eps: f32,
+        nibble_order: i32,
+        select: i32,
+        softmax_of_chosen: i32,
+        renorm: i32,
+        num_groups: i32,
+        keep_groups: i32,
+        jitter: f32,
+        scale: f32,
+        warm: u64,
+        warm_bytes: u64,
+    }
+    /// First half of the experts.
+    GateUpArgs in "moe.cu" {
+        h: u64,
+        x: u64,
+        slots: u64,
+        num_slots: u64,
+        pairs: u64,
+        t: i32,
+        d: i32,
+        f: i32,
+        k: i32,
+        g: i32,
+    }
+    /// Second half.
+    DownArgs in "moe.cu" {
+        y: u64,
+        add: u64,
+        h: u64,
+        slots: u64,
+        num_slots: u64,
+        pairs: u64,
+        gates: u64,
+        t: i32,
+        d: i32,
+        f: i32,
+        k: i32,
+        g: i32,
+        chunk_steps: i32,
+        stages: i32,
+        columns: i32,
+        scale: f32,
+    }
+    /// Attention of one new token a sequence.
+    AttentionArgs in "attention.cu" {
+        out: u64,
+        q: u64,
+        k: u64,
+        v: u64,
+        k_pages: u64,
+        v_pages: u64,
+        page_table: u64,
+        positions: u64,
+        partial: u64,
+        counters: u64,
+        q_gain: u64,
+        k_gain: u64,
+        cosines: u64,
+        sines: u64,
+        q_stride: i32,
+        k_stride: i32,
+        v_stride: i32,
+        out_stride: i32,
+        h: i32,
+        hk: i32,
+        max_pages: i32,
+        max_splits: i32,
+        norm: i32,
+        eps: f32,
+        clip: f32,
+        rope_dim: i32,
+        interleaved: i32,
+        window: i32,
+        nibble_order: i32,
+        scale: f32,
+        warm: u64,
+        warm_bytes: u64,
+    }
+    /// Norm or conversion of rows.
+    NormArgs in "rows.cu" {
+        y: u64,
+        x: u64,
+        gain: u64,
+        shift: u64,
+        width: i32,
+        runs: i32,
+        x_stride: i32,
+        y_stride: i32,
+        x_is_bf16: i32,
+        y_is_f32: i32,
+        nibble_order: i32,
+        norm: i32,
+        eps: f32,
+    }
+    /// Gated activation.
+    GatedActArgs in "rows.cu" {
+        y: u64,
+        gate: u64,
+        up: u64,
+        f: i32,
+        nibble_order: i32,
+    }
+    /// Gated sum.
+    AddGatedArgs in "rows.cu" {
+        acc: u64,
+        add: u64,
+        gate: u64,
+        d: i32,
+        scale: f32,
+    }
+    /// Greedy choice.
+    ArgmaxArgs in "rows.cu" {
+        tokens: u64,
+        logits: u64,
+        best: u64,
+        counters: u64,
+        positions: u64,
+        v: i32,
+    }
+}
+
+/// Bytes of an `ExpertSlot`.
+pub(super) const SLOT_BYTES: usize = 96;
+
+/// The fast kernels of a device.
+pub(super) struct Fast {
+    functions: HashMap<String, Function>,
+    overlap: Overlap,
+}
+
+impl Fast {
+    /// Loads every kernel there is.
+    pub fn load(device: &Arc<Device>) -> Result<Self, CudaError> {
+        let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
+        // The first start on a machine compiles everything; each program keeps one core busy for seconds.
+        let arch = device.properties().arch();
+        PROGRAMS.par_iter().try_for_each(|program| cached(program, &arch).map(drop))?;
+        let mut functions = HashMap::new();
+        for program in PROGRAMS.iter().filter(|p| p.name != "plain.cu") {
+            let module = Module::load(device, program)?;
+            for name in names(program.name) {
+                functions.insert(name.clone(), module.function(&name)?);
+            }
+        }
+        Ok(Self { functions, overlap })
+    }
+
+    /// Whether there is such a kernel.
+    pub fn has(&self, name: &str) -> bool {
+        self.functions.contains_key(name)
+    }
+
+    /// Launches a kernel whose one parameter is `args`.
+    pub fn launch<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
+        let Some(function) = self.functions.get(name) else {
+            return Err(CudaError::Unsupported(format!("there is no kernel `{name}`")));
+        };
+        let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
+        // SAFETY: fast kernels take one struct, whose layout a test compares with the source; addresses come from buffers that
+        // the engine sized for the block and keeps until the stream is done.
+        unsafe { function.launch(grid, self.overlap, &mut params) }
+    }
+}
+
+/// Kernels of a source.
+fn names(program: &str) -> Vec<String> {
+    let widths = |with_floats: bool| {
+        let all = ["w4", "w4_g64", "w4_g32", "w8", "w8_g64", "w8_g32", "w8_c", "w16"];
+        all.into_iter().filter(move |w| with_floats || *w != "w16")
+    };
+    match program {
+        "linear.cu" => widths(true).flat_map(|w| ["s", "r", "n1", "n2", "n4"].map(|v| format!("linear_{w}_{v}"))).collect(),
+        "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1"].map(String::from).to_vec(),
+        "moe.cu" => {
+            widths(false).flat_map(|w| ["moe_gate_up_X", "moe_gate_up_X_few", "moe_down_X"].map(|n| n.replace('X', w))).collect()
+        }
+        "attention.cu" => [32, 64, 96, 128].map(|d| format!("attention_decode_d{d}")).to_vec(),
+        "rows.cu" => ["norm_rows", "gated_act", "add_gated", "argmax_rows"].map(String::from).to_vec(),
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fields of a struct in a source, with their types as the launchers spell them.
+    fn declared(source: &str, name: &str) -> Vec<(String, String)> {
+        let start = source.find(&format!("struct {name} {{")).unwrap_or_else(|| panic!("`{name}` is not in the source"));
+        let body = source[start..].split_once('{').unwrap().1.split_once("};").unwrap().0;
+        let code: String = body.lines().map(|l| l.split("//").next().unwrap()).collect();
+        let mut fields = Vec::new();
+        for declaration in code.split(';').map(str::trim).filter(|d| !d.is_empty()) {
+            let (ty, list) = declaration.strip_prefix("const ").unwrap_or(declaration).split_once(' ').unwrap();
+            for field in list.split(',').map(str::trim) {
+                let pointer = ty.contains('*') || field.starts_with('*');
+                let field = field.trim_start_matches('*');
+                let spelt = match (pointer, ty) {
+                    (true, _) | (_, "u64") => "u64",
+                    (_, "int") => "i32",
+                    (_, "float") => "f32",
+                    (_, "LinearMatrix") => "[LinearMatrix; 3]",
+                    other => panic!("`{name}` has a field of type {other:?}"),
+                };
+                fields.push((field.trim_end_matches("[3]").to_lowercase(), spelt.to_string()));
+            }
+        }
+        fields
+    }
+
+    /// A list of experts with entries of another size would be written past its end.
+    #[test]
+    fn slots_have_the_size_of_the_kernels() {
+        let source = include_str!("../../../kernels/common/routing.cuh");
+        let body = source.split_once("struct ExpertSlot {").unwrap().1.split_once("};").unwrap().0;
+        let size = |line: &str| match line.split("//").next().unwrap().trim() {
+            l if l.contains('*') => 8,
+            l if l.starts_with("int ") => 4,
+            l if l.starts_with("u16 ") && l.contains("[8]") => 16,
+            "" => 0,
+            l => panic!("`{l}`"),
+        };
+        assert_eq!(body.lines().map(size).sum::<usize>(), SLOT_BYTES);
+    }
+
+    /// A struct that differs from the kernel's would hand it wrong addresses; fails on any field missing, swapped or retyped.
+    #[test]
+    fn structs_are_those_of_the_kernels() {
+        for (name, source, fields) in STRUCTS {
+            let ours: Vec<_> = fields.iter().map(|(f, t)| (f.to_string(), t.to_string())).collect();
+            assert_eq!(declared(source, name), ours, "{name}");
+        }
+    }
+}

@@ -1,0 +1,327 @@
+//! Decode: one new token for each of a few sequences, as a CUDA graph for each number of sequences.
+//!
+//! Token ids, positions and page tables stay on the device; a replay reads the ids that the one before it chose, so that the
+//! host only launches. A graph is captured for the exact number of sequences when it is first met, since padding rows would
+//! choose experts of their own and have them read for nothing.
+
+use super::device::{CudaError, Device, During};
+use super::fast::ArgmaxArgs;
+use super::launch::{self, DECODE_TOK};
+use super::memory::{Buffer, Event, Pinned};
+use super::{Engine, View};
+use crate::engine::{Batch, EngineError, Rows};
+use crate::ids::SeqId;
+use crate::model::plan::Slot;
+use crate::model::rope;
+use cudarc::driver::{result, sys};
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+/// Token ids on their way to the host at a time.
+const RING: usize = 4;
+/// Positions that the first rotation tables cover.
+const FIRST_POSITIONS: usize = 4096;
+
+/// What the graphs read and write, at addresses that stay.
+pub(super) struct Decode {
+    tokens: Buffer,
+    positions: Buffer,
+    /// Row of the page table of each sequence: itself.
+    rows: Buffer,
+    table: Buffer,
+    table_stride: usize,
+    /// Rotation of each sequence's position, for plain kernels: cosines, then sines.
+    angles: Buffer,
+    best: Buffer,
+    rotation: Option<Rotation>,
+    graphs: HashMap<usize, Graph>,
+    /// Pages of each row of the table as uploaded.
+    uploaded: Vec<(SeqId, usize)>,
+    ring: Vec<(Pinned, Event)>,
+}
+
+/// Cosines and sines of all positions.
+struct Rotation {
+    freqs: Vec<f32>,
+    attention: f32,
+    len: usize,
+    cosines: Buffer,
+    sines: Buffer,
+}
+
+pub(super) struct Graph {
+    exec: sys::CUgraphExec,
+    device: Arc<Device>,
+}
+
+impl Graph {
+    /// Replays it behind everything already in the stream.
+    pub fn launch(&self) -> Result<(), CudaError> {
+        self.device.current()?;
+        // SAFETY: the graph's buffers live as long as the engine; whoever replaces one forgets the graphs.
+        unsafe { result::graph::launch(self.exec, self.device.stream()) }.during("launch a graph")
+    }
+}
+
+// SAFETY: graph handles may be used from any thread, one at a time, which `&mut Engine` sees to.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: instantiated once, destroyed once.
+        unsafe {
+            let _ = self.device.current();
+            let _ = result::graph::exec_destroy(self.exec);
+        }
+    }
+}
+
+impl Decode {
+    pub fn new(device: &Arc<Device>, max_pages: usize, half: usize) -> Result<Self, CudaError> {
+        let words = |n: usize| Buffer::new(device, 4 * n);
+        let best = Buffer::new(device, 8 * DECODE_TOK)?;
+        best.clear()?;
+        let rows: Vec<u32> = (0..DECODE_TOK as u32).collect();
+        let ring = (0..RING).map(|_| Ok((Pinned::new(device, 4 * DECODE_TOK)?, Event::new(device)?)));
+        Ok(Self {
+            tokens: words(DECODE_TOK)?,
+            positions: words(DECODE_TOK)?,
+            rows: Buffer::from_slice(device, &rows)?,
+            table: words(DECODE_TOK * max_pages)?,
+            table_stride: max_pages,
+            angles: words(2 * DECODE_TOK * half)?,
+            best,
+            rotation: None,
+            graphs: HashMap::new(),
+            uploaded: Vec::new(),
+            ring: ring.collect::<Result<_, CudaError>>()?,
+        })
+    }
+
+    /// Forgets the graphs, whose addresses no longer hold.
+    pub fn forget_graphs(&mut self) {
+        self.graphs.clear();
+    }
+}
+
+impl Engine {
+    /// Whether a batch is one new token for each of a few sequences that rotate alike.
+    pub(super) fn is_decode(&self, batch: &Batch) -> bool {
+        let one = |s: &crate::engine::Segment| s.len == 1 && s.rows == Rows::Last;
+        let Some(first) = batch.segments.first() else { return false };
+        let alike = || {
+            let of = |s: &crate::engine::Segment| rope::frequencies(&self.spec.rope, s.context.max(s.start + 1));
+            let expected = of(first);
+            batch.segments.iter().all(|s| s.context == first.context || of(s) == expected)
+        };
+        self.is_fast() && batch.segments.len() <= DECODE_TOK && batch.segments.iter().all(one) && alike()
+    }
+
+    /// One token of each sequence through the graph; logits stay on the device.
+    pub(super) fn decode_pass(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        self.admit(batch)?;
+        let seqs: Vec<SeqId> = batch.segments.iter().map(|s| s.seq).collect();
+        let starts: Vec<u32> = batch.segments.iter().map(|s| s.start as u32).collect();
+        let context = batch.segments.iter().map(|s| s.context.max(s.start + 1)).max().unwrap_or(1);
+        self.prepare(&seqs, &batch.tokens, &starts, context)?;
+        self.replay(seqs.len())?;
+        for s in &batch.segments {
+            self.pages.set_len(s.seq, s.start + 1);
+        }
+        Ok(())
+    }
+
+    /// Continues sequences greedily for `steps` tokens, `last` being the newest token of each, which is not yet cached. `on`
+    /// sees the chosen ids of every step, one step behind the device, and may stop.
+    pub fn greedy(
+        &mut self,
+        seqs: &[SeqId],
+        last: &[u32],
+        steps: usize,
+        context: usize,
+        on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
+    ) -> Result<(), EngineError> {
+        let starts: Vec<usize> = seqs.iter().map(|&s| self.cached(s)).collect();
+        for (&seq, &start) in seqs.iter().zip(&starts) {
+            if !self.pages.reserve(seq, start + steps) {
+                return Err(EngineError::CacheFull { capacity_tok: self.pages.capacity_tok() });
+            }
+        }
+        let positions: Vec<u32> = starts.iter().map(|&s| s as u32).collect();
+        let furthest = starts.iter().max().unwrap_or(&0) + steps;
+        self.prepare(seqs, last, &positions, context.max(furthest))?;
+        let mut seen = 0;
+        for step in 0..=steps {
+            if step < steps {
+                self.replay(seqs.len())?;
+                self.send_tokens(step % RING, seqs.len())?;
+            }
+            if step > 0 {
+                let chosen = self.receive_tokens((step - 1) % RING, seqs.len())?;
+                seen = step;
+                if on(&chosen).is_break() {
+                    break;
+                }
+            }
+        }
+        for (&seq, &start) in seqs.iter().zip(&starts) {
+            self.pages.set_len(seq, start + seen);
+        }
+        Ok(())
+    }
+
+    /// Uploads what the graph starts from.
+    pub(super) fn prepare(
+        &mut self,
+        seqs: &[SeqId],
+        tokens: &[u32],
+        positions: &[u32],
+        context: usize,
+    ) -> Result<(), EngineError> {
+        self.rotate_up_to(context, positions.iter().max().map_or(1, |&p| p as usize + 1))?;
+        let wanted: Vec<(SeqId, usize)> = seqs.iter().map(|&s| (s, self.pages.pages(s).len())).collect();
+        let same = |a: &[(SeqId, usize)], b: &[(SeqId, usize)]| a.len() >= b.len() && a[..b.len()] == *b;
+        if !same(&self.decode.uploaded, &wanted) || self.pages.changed() {
+            for (i, &seq) in seqs.iter().enumerate() {
+                self.device.upload(&self.decode.table, 4 * i * self.decode.table_stride, self.pages.pages(seq))?;
+            }
+            self.decode.uploaded = wanted;
+        }
+        self.device.upload(&self.decode.tokens, 0, tokens)?;
+        self.device.upload(&self.decode.positions, 0, positions)?;
+        Ok(())
+    }
+
+    /// Makes the rotation tables cover a context.
+    fn rotate_up_to(&mut self, context: usize, at_least: usize) -> Result<(), EngineError> {
+        let (freqs, attention) = rope::frequencies(&self.spec.rope, context);
+        let need = at_least.max(context.min(self.spec.max_positions));
+        let fits = |r: &Rotation| r.len >= need && r.attention == attention && r.freqs == freqs;
+        if self.decode.rotation.as_ref().is_some_and(fits) {
+            return Ok(());
+        }
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        let (half, len) = (freqs.len(), need.next_power_of_two().max(FIRST_POSITIONS));
+        let (mut cos, mut sin) = (vec![0.0f32; len * half], vec![0.0f32; len * half]);
+        cos.par_chunks_exact_mut(half.max(1)).zip(sin.par_chunks_exact_mut(half.max(1))).enumerate().for_each(|(p, (c, s))| {
+            rope::angles(c, s, &freqs, attention, p);
+        });
+        let (cosines, sines) = (Buffer::from_slice(&self.device, &cos)?, Buffer::from_slice(&self.device, &sin)?);
+        self.decode.rotation = Some(Rotation { freqs, attention, len, cosines, sines });
+        Ok(())
+    }
+
+    /// Looks up each token's rotation, for plain kernels.
+    pub(super) fn rotate(&self, view: &View) -> Result<(), EngineError> {
+        let half = (self.spec.rope.dim / 2) as i32;
+        let grid = launch::parts(view.num_tok, 1, 64);
+        Ok(self.plain.plain_rotations(grid, view.cos, view.sin, view.cosines, view.sines, view.positions, half)?)
+    }
+
+    pub(super) fn decode_view(&self, num_tok: usize) -> View {
+        let d = &self.decode;
+        let half = self.spec.rope.dim / 2;
+        let table = |b: fn(&Rotation) -> &Buffer| d.rotation.as_ref().map_or(0, |r| b(r).at(0));
+        View {
+            num_tok,
+            num_rows: num_tok,
+            tokens: d.tokens.at(0),
+            positions: d.positions.at(0),
+            rows: d.rows.at(0),
+            table: d.table.at(0),
+            table_stride: d.table_stride,
+            pick: d.rows.at(0),
+            cos: d.angles.at(0),
+            sin: d.angles.at(4 * DECODE_TOK * half),
+            cosines: table(|r| &r.cosines),
+            sines: table(|r| &r.sines),
+            decode: true,
+        }
+    }
+
+    /// Launches the graph for so many sequences, capturing it first if it is new.
+    fn replay(&mut self, num_tok: usize) -> Result<(), EngineError> {
+        if !self.decode.graphs.contains_key(&num_tok) {
+            let graph = self.capture(num_tok)?;
+            self.decode.graphs.insert(num_tok, graph);
+        }
+        self.host = Default::default();
+        (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
+        self.work.row = self.plan.widths;
+        self.work.row[Slot::Logits as usize] = self.spec.vocab;
+        if let Some(graph) = self.decode.graphs.get(&num_tok) {
+            graph.launch()?;
+        }
+        Ok(())
+    }
+
+    fn capture(&mut self, num_tok: usize) -> Result<Graph, EngineError> {
+        self.captured(|engine| engine.decode_step(num_tok))
+    }
+
+    /// A graph of some groups alone, for timing.
+    pub(super) fn capture_groups(&mut self, num_tok: usize, groups: &[usize]) -> Result<Graph, EngineError> {
+        let view = self.decode_view(num_tok);
+        self.captured(|engine| groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop)))
+    }
+
+    fn captured(&mut self, launches: impl FnOnce(&mut Self) -> Result<(), EngineError>) -> Result<Graph, EngineError> {
+        self.device.synchronize()?;
+        let stream = self.device.stream();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives.
+        unsafe { result::stream::begin_capture(stream, mode) }.during("capture a graph")?;
+        let launched = launches(self);
+        // SAFETY: capture began above; it must end whether or not the launches went well.
+        let graph = unsafe { result::stream::end_capture(stream) }.during("capture a graph");
+        launched?;
+        let graph = graph?;
+        // SAFETY: the graph was just made, and is destroyed once.
+        let exec = unsafe {
+            let exec =
+                result::graph::instantiate(graph, sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY);
+            let _ = result::graph::destroy(graph);
+            exec
+        };
+        Ok(Graph { exec: exec.during("make a graph")?, device: Arc::clone(&self.device) })
+    }
+
+    /// The launches of one step: the plan, then the greedy choice, which also moves the positions on.
+    fn decode_step(&mut self, num_tok: usize) -> Result<(), EngineError> {
+        let view = self.decode_view(num_tok);
+        self.work.row = self.plan.widths;
+        if !self.decodes_fully(&view) {
+            self.rotate(&view)?;
+        }
+        for i in 0..self.groups.len() {
+            self.group(i, &view)?;
+        }
+        let args = ArgmaxArgs {
+            tokens: view.tokens,
+            logits: self.work.slots[Slot::Logits as usize].at(0),
+            best: self.decode.best.at(0),
+            counters: self.work.counters.at(self.work.argmax_counters_at),
+            positions: view.positions,
+            v: self.spec.vocab as i32,
+        };
+        Ok(self.fast.launch("argmax_rows", launch::argmax(num_tok), &args)?)
+    }
+
+    fn send_tokens(&mut self, turn: usize, num_tok: usize) -> Result<(), CudaError> {
+        self.device.current()?;
+        let (pinned, event) = &mut self.decode.ring[turn];
+        let bytes = &mut pinned.as_mut()[..4 * num_tok];
+        // SAFETY: the pinned bytes are read only after their event; the tokens' buffer holds as many.
+        unsafe { result::memcpy_dtoh_async(bytes, self.decode.tokens.at(0), self.device.stream()) }.during("copy tokens")?;
+        event.record(self.device.stream())
+    }
+
+    fn receive_tokens(&mut self, turn: usize, num_tok: usize) -> Result<Vec<u32>, CudaError> {
+        let (pinned, event) = &self.decode.ring[turn];
+        event.wait()?;
+        Ok(pinned.as_slice()[..4 * num_tok].chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+}

@@ -1,0 +1,399 @@
+//! Weights from their files to the device: a layout computed from headers, then copies through page-locked memory.
+//!
+//! The device holds matrices as the disk does. Norm gains and biases become `f32`, FP8 blocks become bf16; both are decoded on
+//! the way. The matrices of one expert lie next to each other, so that an expert is one run of bytes.
+
+use super::device::{CudaError, Device, During};
+use super::launch;
+use super::memory::{Buffer, Event, Pinned, aligned};
+use super::plain::{Kind, Matrix, Plain};
+use crate::artifact::weights::{Data, Weight, Weights};
+use crate::checkpoint::CheckpointError;
+use crate::ids::{Component, Part, Role, TensorId};
+use crate::model::names;
+use crate::model::spec::{Ffn, ModelSpec};
+use crate::quant::format::{Bits, Format, Group};
+use crate::tensor::{self, Dtype};
+use cudarc::driver::result;
+use rayon::prelude::*;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// Bytes of one staging buffer; large enough that a copy is not all overhead.
+const STAGING_BYTES: usize = 32 << 20;
+/// Buffers in turn: one is filled while others travel.
+const STAGING_BUFFERS: usize = 3;
+/// Piece that one thread copies.
+const COPY_BYTES: usize = 1 << 20;
+
+/// Why weights could not be brought to the device.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The device refused.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// The files hold something undecodable.
+    #[error(transparent)]
+    Weight(#[from] CheckpointError),
+}
+
+impl LoadError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            LoadError::Cuda(e) => e.hint(),
+            LoadError::Weight(e) => e.hint(),
+        }
+    }
+}
+
+/// Form of one tensor on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Form {
+    rows: usize,
+    cols: usize,
+    kind: Kind,
+    group: usize,
+    scale_kind: Kind,
+}
+
+impl Form {
+    fn data_bytes(self) -> usize {
+        let n = self.rows * self.cols;
+        match self.kind {
+            Kind::F32 => 4 * n,
+            Kind::Bf16 | Kind::F16 => 2 * n,
+            Kind::Int4 => n / 2,
+            Kind::Int8 => n,
+        }
+    }
+
+    fn scale_bytes(self) -> usize {
+        match self.kind {
+            Kind::Int4 | Kind::Int8 => self.rows * (self.cols / self.group) * if self.scale_kind == Kind::F32 { 4 } else { 2 },
+            _ => 0,
+        }
+    }
+}
+
+/// Where one tensor lies.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    form: Form,
+    data_at: usize,
+    scales_at: usize,
+}
+
+/// Where every tensor of a model lies in one allocation.
+pub(super) struct Layout {
+    places: HashMap<TensorId, Place>,
+    /// Every id in the order of the addresses.
+    order: Vec<TensorId>,
+    /// Bytes of all.
+    pub bytes: usize,
+    /// The same by component.
+    pub by_component: Vec<(Component, u64)>,
+}
+
+fn float_kind(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::F32 => Kind::F32,
+        Dtype::F16 => Kind::F16,
+        _ => Kind::Bf16,
+    }
+}
+
+/// Norm gains and biases.
+fn is_vector(id: TensorId) -> bool {
+    id.part == Part::Bias || id.role.component() == Component::Norms
+}
+
+fn form_of(id: TensorId, weight: &Weight<'_>) -> Form {
+    let (rows, cols) = (weight.rows, weight.cols);
+    let plain = |kind| Form { rows, cols, kind, group: cols.max(1), scale_kind: Kind::F32 };
+    match &weight.data {
+        _ if is_vector(id) => plain(Kind::F32),
+        Data::Plain { dtype, .. } => plain(float_kind(*dtype)),
+        Data::Fp8 { .. } => plain(Kind::Bf16),
+        Data::Packed(p) => {
+            let kind = if p.bits == Bits::Four { Kind::Int4 } else { Kind::Int8 };
+            Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype) }
+        }
+    }
+}
+
+impl Layout {
+    /// Of a model directory.
+    pub fn of_weights(weights: &Weights) -> Self {
+        let forms = weights.tensors().iter().filter_map(|(id, _)| Some((*id, form_of(*id, &weights.get(*id)?))));
+        Self::place(forms)
+    }
+
+    /// Of a model that exists as a spec only; `format` names how each matrix would be stored, scales and floats in bf16.
+    pub fn of_spec(spec: &ModelSpec, format: &dyn Fn(TensorId, usize) -> Format) -> Self {
+        let form = |(id, shape): (TensorId, Vec<usize>)| {
+            let cols = shape.last().copied().unwrap_or(1);
+            let rows = shape.iter().product::<usize>() / cols.max(1);
+            let plain = |kind| Form { rows, cols, kind, group: cols, scale_kind: Kind::Bf16 };
+            let form = match format(id, cols) {
+                _ if is_vector(id) => plain(Kind::F32),
+                Format::Source => plain(Kind::Bf16),
+                Format::Int { bits, group } => Form {
+                    kind: if bits == Bits::Four { Kind::Int4 } else { Kind::Int8 },
+                    group: if let Group::Of(n) = group { n } else { cols },
+                    ..plain(Kind::Bf16)
+                },
+            };
+            (id, form)
+        };
+        Self::place(names::tensors(spec).into_iter().map(form))
+    }
+
+    /// Words of the matrices of one expert first, then their scales; all others one after the other.
+    fn place(forms: impl Iterator<Item = (TensorId, Form)>) -> Self {
+        let mut layout = Layout { places: HashMap::new(), order: Vec::new(), bytes: 0, by_component: Vec::new() };
+        let mut sizes: BTreeMap<Component, u64> = BTreeMap::new();
+        let mut run: Vec<TensorId> = Vec::new();
+        let flush = |layout: &mut Layout, run: &mut Vec<TensorId>| {
+            for id in run.drain(..) {
+                if let Some(place) = layout.places.get_mut(&id) {
+                    place.scales_at = layout.bytes;
+                    layout.bytes += aligned(place.form.scale_bytes());
+                }
+            }
+        };
+        for (id, form) in forms {
+            if run.first().is_some_and(|first| first.expert.is_none() || (first.layer, first.expert) != (id.layer, id.expert)) {
+                flush(&mut layout, &mut run);
+            }
+            layout.places.insert(id, Place { form, data_at: layout.bytes, scales_at: 0 });
+            layout.bytes += aligned(form.data_bytes());
+            *sizes.entry(id.role.component()).or_default() += (form.data_bytes() + form.scale_bytes()) as u64;
+            layout.order.push(id);
+            run.push(id);
+        }
+        flush(&mut layout, &mut run);
+        layout.by_component = sizes.into_iter().collect();
+        layout
+    }
+
+    /// Every tensor, in the order of the addresses.
+    pub fn ids(&self) -> impl Iterator<Item = &TensorId> {
+        self.order.iter()
+    }
+
+    /// Bytes that one tensor takes.
+    pub fn stored_bytes(&self, id: TensorId) -> u64 {
+        self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.scale_bytes()) as u64)
+    }
+}
+
+/// All weights of a model on the device.
+pub(super) struct Store {
+    memory: Buffer,
+    layout: Layout,
+    /// Per layer with experts: `[E][gate, up, down]` descriptors, and `[E][6]` addresses: gate, up, down, words then scales.
+    tables: HashMap<u32, (Buffer, Buffer)>,
+    /// Forms of a layer's experts, where all are stored alike.
+    forms: HashMap<u32, [Matrix; 3]>,
+}
+
+impl Store {
+    /// Copies a model directory; `on` is told of every byte that has been taken from the files.
+    pub fn load(device: &Arc<Device>, weights: &Weights, layout: Layout, on: &mut dyn FnMut(u64)) -> Result<Self, LoadError> {
+        let memory = Buffer::new(device, layout.bytes)?;
+        let mut stager = Stager::new(device, &memory)?;
+        for id in &layout.order {
+            let (Some(weight), Some(place)) = (weights.get(*id), layout.places.get(id)) else { continue };
+            match &weight.data {
+                Data::Packed(p) => {
+                    stager.push(place.data_at, p.words)?;
+                    stager.push(place.scales_at, p.scales)?;
+                }
+                Data::Plain { bytes, .. } if !is_vector(*id) => stager.push(place.data_at, bytes)?,
+                _ => {
+                    let dtype = if is_vector(*id) { Dtype::F32 } else { Dtype::BF16 };
+                    let values = weight.to_f32()?;
+                    let mut bytes = vec![0; dtype.bytes(values.len())];
+                    tensor::encode(&mut bytes, dtype, &values);
+                    stager.push(place.data_at, &bytes)?;
+                }
+            }
+            on(weight.stored_bytes() as u64);
+        }
+        stager.finish()?;
+        Ok(Self::with_tables(device, memory, layout, weights.spec())?)
+    }
+
+    /// Fills a layout with random codes of a fitting scale and unit gains, on the device.
+    pub fn random(device: &Arc<Device>, plain: &Plain, spec: &ModelSpec, layout: Layout, seed: u64) -> Result<Self, CudaError> {
+        let memory = Buffer::new(device, layout.bytes)?;
+        for (i, id) in layout.order.iter().enumerate() {
+            let Some(place) = layout.places.get(id) else { continue };
+            let (form, seed) = (place.form, seed.wrapping_add((i as u64) << 40));
+            let (data, scales) = (memory.at(place.data_at), memory.at(place.scales_at));
+            let spread = (3.0 / form.cols as f32).sqrt();
+            let fill = |at: u64, n: usize, kind: i32, scale: f32| {
+                plain.plain_random(launch::elements(n), at, n as u64, seed, kind, scale)
+            };
+            match form.kind {
+                Kind::Int4 | Kind::Int8 => {
+                    fill(data, form.data_bytes() / 4, form.kind as i32, 0.0)?;
+                    let steps = if form.kind == Kind::Int4 { 8.0 } else { 128.0 };
+                    let n = form.rows * (form.cols / form.group);
+                    plain.plain_fill(launch::elements(n), scales, n as u64, Kind::Bf16 as i32, spread / steps)?;
+                }
+                _ if id.part == Part::Weight && is_vector(*id) => {
+                    plain.plain_fill(launch::elements(form.cols), data, form.cols as u64, form.kind as i32, 1.0)?;
+                }
+                _ => {
+                    let scale = if id.role == Role::Embed { 1.0 } else { spread };
+                    fill(data, form.rows * form.cols, form.kind as i32, scale)?;
+                }
+            }
+        }
+        device.synchronize()?;
+        Self::with_tables(device, memory, layout, spec)
+    }
+
+    fn with_tables(device: &Arc<Device>, memory: Buffer, layout: Layout, spec: &ModelSpec) -> Result<Self, CudaError> {
+        let mut store = Self { memory, layout, tables: HashMap::new(), forms: HashMap::new() };
+        for (l, layer) in spec.layers.iter().enumerate() {
+            let Ffn::Moe(moe) = &layer.ffn else { continue };
+            let layer = crate::ids::LayerId(l as u32);
+            let table: Vec<Matrix> = (0..moe.router.experts as u32)
+                .flat_map(|e| {
+                    [Role::ExpertGate, Role::ExpertUp, Role::ExpertDown]
+                        .map(|role| TensorId::expert(layer, crate::ids::ExpertId(e), role))
+                })
+                .map(|id| store.matrix(id))
+                .collect();
+            let alike = |a: &Matrix, b: &Matrix| Matrix { data: 0, scales: 0, ..*a } == Matrix { data: 0, scales: 0, ..*b };
+            if table.chunks_exact(3).all(|e| e.iter().zip(&table).all(|(a, b)| alike(a, b))) {
+                store.forms.insert(l as u32, [table[0], table[1], table[2]]);
+            }
+            let addresses: Vec<u64> = table.iter().flat_map(|m| [m.data, m.scales]).collect();
+            store.tables.insert(l as u32, (Buffer::from_slice(device, &table)?, Buffer::from_slice(device, &addresses)?));
+        }
+        Ok(store)
+    }
+
+    /// A weight's descriptor; [`Matrix::NONE`] for one the model does not have.
+    pub fn matrix(&self, id: TensorId) -> Matrix {
+        let Some(place) = self.layout.places.get(&id) else { return Matrix::NONE };
+        let form = place.form;
+        Matrix {
+            data: self.memory.at(place.data_at),
+            scales: if form.scale_bytes() > 0 { self.memory.at(place.scales_at) } else { 0 },
+            rows: form.rows as i32,
+            cols: form.cols as i32,
+            group: form.group as i32,
+            kind: form.kind,
+            scale_kind: form.scale_kind,
+            pad: 0,
+        }
+    }
+
+    /// The optional bias beside a weight.
+    pub fn optional(&self, id: Option<TensorId>) -> Matrix {
+        id.map_or(Matrix::NONE, |id| self.matrix(id))
+    }
+
+    /// Address of a layer's expert descriptors.
+    pub fn table(&self, layer: u32) -> u64 {
+        self.tables.get(&layer).map_or(0, |t| t.0.at(0))
+    }
+
+    /// Address of a layer's expert addresses.
+    pub fn addresses(&self, layer: u32) -> u64 {
+        self.tables.get(&layer).map_or(0, |t| t.1.at(0))
+    }
+
+    /// A layer's first expert; [`Matrix::NONE`] if its experts are not all stored alike.
+    pub fn expert(&self, layer: u32) -> [Matrix; 3] {
+        self.forms.get(&layer).copied().unwrap_or([Matrix::NONE; 3])
+    }
+
+    /// Where everything lies.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+}
+
+/// Copies runs of bytes to the device through page-locked buffers, filling one while the others travel.
+struct Stager<'a> {
+    device: &'a Arc<Device>,
+    target: &'a Buffer,
+    buffers: Vec<(Pinned, Event)>,
+    turn: usize,
+    filled: usize,
+}
+
+impl<'a> Stager<'a> {
+    fn new(device: &'a Arc<Device>, target: &'a Buffer) -> Result<Self, CudaError> {
+        let buffers = (0..STAGING_BUFFERS).map(|_| Ok((Pinned::new(device, STAGING_BYTES)?, Event::new(device)?)));
+        Ok(Self { device, target, buffers: buffers.collect::<Result<_, CudaError>>()?, turn: 0, filled: 0 })
+    }
+
+    fn push(&mut self, mut at: usize, mut src: &[u8]) -> Result<(), CudaError> {
+        assert!(at + src.len() <= self.target.bytes());
+        while !src.is_empty() {
+            if self.filled == STAGING_BYTES {
+                self.rotate()?;
+            }
+            let n = src.len().min(STAGING_BYTES - self.filled);
+            let (now, rest) = src.split_at(n);
+            let staged = &mut self.buffers[self.turn].0.as_mut()[self.filled..self.filled + n];
+            staged.par_chunks_mut(COPY_BYTES).zip(now.par_chunks(COPY_BYTES)).for_each(|(to, from)| to.copy_from_slice(from));
+            self.device.current()?;
+            // SAFETY: the range of the target was checked above; the staged bytes are not touched before their event is over.
+            unsafe { result::memcpy_htod_async(self.target.at(at), staged, self.device.copy_stream()) }.during("copy weights")?;
+            self.filled = (self.filled + n).next_multiple_of(16).min(STAGING_BYTES);
+            at += n;
+            src = rest;
+        }
+        Ok(())
+    }
+
+    fn rotate(&mut self) -> Result<(), CudaError> {
+        self.buffers[self.turn].1.record(self.device.copy_stream())?;
+        self.turn = (self.turn + 1) % STAGING_BUFFERS;
+        self.filled = 0;
+        self.buffers[self.turn].1.wait()
+    }
+
+    fn finish(mut self) -> Result<(), CudaError> {
+        for _ in 0..STAGING_BUFFERS {
+            self.rotate()?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{ExpertId, LayerId};
+
+    /// An expert is one run of bytes, words before scales, and no two tensors overlap.
+    #[test]
+    fn an_expert_is_one_run_of_bytes() {
+        let form = |rows, cols| Form { rows, cols, kind: Kind::Int4, group: 32, scale_kind: Kind::Bf16 };
+        let expert = |e, role| TensorId::expert(LayerId(0), ExpertId(e), role);
+        let all = [0, 1]
+            .into_iter()
+            .flat_map(|e| [(expert(e, Role::ExpertGate), form(48, 64)), (expert(e, Role::ExpertDown), form(64, 96))]);
+        let layout = Layout::place(all.chain([(TensorId::global(Role::Head), form(10, 64))]));
+        let mut spans: Vec<(usize, usize)> = Vec::new();
+        for p in layout.places.values() {
+            spans.push((p.data_at, p.data_at + p.form.data_bytes()));
+            spans.push((p.scales_at, p.scales_at + p.form.scale_bytes()));
+        }
+        spans.sort_unstable();
+        assert!(spans.windows(2).all(|w| w[0].1 <= w[1].0) && spans.last().unwrap().1 <= layout.bytes);
+        let of = |e, role| layout.places[&expert(e, role)];
+        assert!(of(0, Role::ExpertDown).data_at < of(0, Role::ExpertGate).scales_at);
+        assert!(of(0, Role::ExpertDown).scales_at < of(1, Role::ExpertGate).data_at);
+        assert!(of(1, Role::ExpertDown).scales_at < layout.places[&TensorId::global(Role::Head)].data_at);
+    }
+}

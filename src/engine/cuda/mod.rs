@@ -1,0 +1,660 @@
+//! The engine for NVIDIA GPUs. The only room that knows cudarc, device addresses and streams.
+//!
+//! Needs a driver and `libnvrtc` at run time and nothing at build time. Judged against the CPU engine row by row
+//! ([`super::parity`]); `kernels/README.md` has the contracts of the fast kernels, `kernels/plain.cu` the plain ones.
+
+mod blocks;
+pub mod device;
+mod exec;
+mod fast;
+pub mod fuse;
+mod graph;
+pub mod launch;
+mod load;
+pub mod measure;
+mod memory;
+pub mod module;
+mod pages;
+mod plain;
+pub mod vram;
+
+pub use device::{CudaError, Device, Properties};
+pub use load::LoadError;
+pub use plain::Kind;
+
+use super::{Batch, EngineError, Event};
+use crate::artifact::weights::Weights;
+use crate::ids::{SeqId, TensorId};
+use crate::model::plan::{self, Plan, Slot, Step};
+use crate::model::rope;
+use crate::model::spec::{Attn, Ffn, ModelSpec};
+use crate::quant::format::Format;
+use blocks::Ran;
+use fast::Fast;
+use fuse::Group;
+use graph::Decode;
+use launch::DECODE_TOK;
+use load::{Layout, Store};
+use memory::{Buffer, aligned};
+use module::{Module, PROGRAMS};
+use pages::{PAGE_TOKENS, PageTable};
+use plain::Plain;
+use std::cell::OnceCell;
+use std::ops::Range;
+use std::sync::Arc;
+use vram::{Needs, VramPlan};
+
+/// Tokens of the largest pass that memory is planned for; larger ones allocate more.
+pub const PLANNED_TOK: usize = 512;
+/// Memory left to the driver, the display and other programs.
+const RESERVE_BYTES: u64 = 512 << 20;
+/// Largest value and latent widths of the plain attention kernels.
+const MAX_HEAD: usize = 256;
+const MAX_LATENT: usize = 512;
+const MAX_LATENT_KEY: usize = 640;
+
+/// Choices of the caller.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Which device.
+    pub index: usize,
+    /// Most bytes of its memory to use; `None`: all that is free.
+    pub budget_bytes: Option<u64>,
+    /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
+    pub cache: Kind,
+    /// Which kernels.
+    pub kernels: Kernels,
+}
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kernels {
+    /// One plain kernel a step.
+    Plain,
+    /// Fast kernels for the blocks whose shapes and formats they take.
+    #[default]
+    Fast,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { index: 0, budget_bytes: None, cache: Kind::Bf16, kernels: Kernels::Fast }
+    }
+}
+
+/// Runs plans on a GPU.
+pub struct Engine {
+    device: Arc<Device>,
+    plain: Plain,
+    fast: Fast,
+    kernels: Kernels,
+    weights: Option<Arc<Weights>>,
+    spec: ModelSpec,
+    plan: Plan,
+    groups: Vec<Group>,
+    store: Store,
+    vram: VramPlan,
+    /// Keys and values, or latents, of each layer.
+    caches: Vec<Cache>,
+    cache_kind: Kind,
+    pages: PageTable,
+    work: Workspace,
+    batch: BatchBuffers,
+    decode: Decode,
+    /// The batch whose keys are not yet counted.
+    pending: Option<Vec<(SeqId, usize)>>,
+    /// Buffers copied to the host since the last step.
+    host: [OnceCell<Vec<f32>>; Slot::COUNT],
+}
+
+/// Pool of one layer: `[pages][heads][PAGE_TOKENS][width]` keys, then values.
+struct Cache {
+    keys: Buffer,
+    values: Option<Buffer>,
+}
+
+/// Activations.
+struct Workspace {
+    /// Tokens the buffers hold.
+    capacity_tok: usize,
+    /// Rows of logits they hold.
+    capacity_rows: usize,
+    slots: Vec<Buffer>,
+    /// Elements of a row in use, as the last step that wrote it left it.
+    row: [usize; Slot::COUNT],
+    /// Router logits `[T, E]`, experts and gates `[T, K]`.
+    router_logits: Buffer,
+    experts: Buffer,
+    gates: Buffer,
+    /// Expert activations `[T * K, F]`.
+    inner: Buffer,
+    /// Queries in latent space `[T, H, Rkv + Dr]` and mixed latents `[T, H, Rkv]`.
+    latent_q: Buffer,
+    latent_out: Buffer,
+    /// Inputs of products in bf16, of the widest product.
+    rounded: Buffer,
+    /// Attention output, gated activations and expert activations in bf16.
+    rounded_attn: Buffer,
+    rounded_act: Buffer,
+    rounded_inner: Buffer,
+    /// Experts in use and the tokens that chose them.
+    expert_slots: Buffer,
+    num_slots: Buffer,
+    pairs: Buffer,
+    /// Partial results of decode attention.
+    partial: Buffer,
+    /// Arrival counters, zero between launches: attention, router, greedy choice.
+    counters: Buffer,
+    router_counters_at: usize,
+    argmax_counters_at: usize,
+}
+
+/// Where the kernels find a batch.
+#[derive(Clone, Copy, Debug)]
+struct View {
+    num_tok: usize,
+    num_rows: usize,
+    tokens: u64,
+    positions: u64,
+    /// Row of the page table of each token.
+    rows: u64,
+    table: u64,
+    table_stride: usize,
+    /// Tokens that get logits.
+    pick: u64,
+    /// Rotation of each token.
+    cos: u64,
+    sin: u64,
+    /// Rotation of each position; decode only.
+    cosines: u64,
+    sines: u64,
+    /// One new token a sequence, token `t` in row `t` of the page table.
+    decode: bool,
+}
+
+/// What the kernels know of a batch.
+struct BatchBuffers {
+    memory: Buffer,
+    at: [usize; BatchPart::COUNT],
+    num_tok: usize,
+    num_rows: usize,
+    table_stride: usize,
+    /// The batch was begun as one new token a sequence.
+    decode: bool,
+}
+
+#[derive(Clone, Copy)]
+enum BatchPart {
+    Tokens,
+    Positions,
+    Rows,
+    Pick,
+    Table,
+    Cos,
+    Sin,
+}
+
+impl BatchPart {
+    const COUNT: usize = 7;
+}
+
+/// Largest widths of a model's steps, for sizing buffers.
+#[derive(Clone, Copy, Debug, Default)]
+struct Widths {
+    experts: usize,
+    top_k: usize,
+    expert: usize,
+    latent_q: usize,
+    latent_out: usize,
+    partial: usize,
+    kv_heads: usize,
+}
+
+impl Widths {
+    fn of(spec: &ModelSpec) -> Self {
+        let mut w = Self::default();
+        for layer in &spec.layers {
+            if let Ffn::Moe(m) = &layer.ffn {
+                w.experts = w.experts.max(m.router.experts);
+                w.top_k = w.top_k.max(m.router.top_k);
+                w.expert = w.expert.max(m.router.top_k * m.width);
+            }
+            match &layer.attn {
+                Attn::Mla(a) => {
+                    w.latent_q = w.latent_q.max(a.heads * (a.kv_rank + a.rope));
+                    w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
+                }
+                Attn::Gqa(a) => {
+                    w.partial = w.partial.max(a.kv_heads * 16 * (a.head_dim + 4));
+                    w.kv_heads = w.kv_heads.max(a.kv_heads);
+                }
+            }
+        }
+        w
+    }
+}
+
+impl Engine {
+    /// Plans memory, loads the kernels and copies the weights; `planned` sees the plan before a byte is loaded, `loaded` every
+    /// run of bytes taken from the files.
+    pub fn open(
+        weights: Arc<Weights>,
+        options: Options,
+        planned: &mut dyn FnMut(&VramPlan, u64),
+        loaded: &mut dyn FnMut(u64),
+    ) -> Result<Self, LoadError> {
+        let spec = weights.spec().clone();
+        let layout = Layout::of_weights(&weights);
+        let start = Start::new(&spec, &layout, options)?;
+        planned(
+            &start.vram,
+            weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum(),
+        );
+        let store = Store::load(&start.device, &weights, layout, loaded)?;
+        Ok(Self::assemble(start, Some(weights), spec, store, options)?)
+    }
+
+    /// A model of random weights, made on the device; `format` says how each matrix of so many columns is stored.
+    pub fn random(
+        spec: &ModelSpec,
+        format: &dyn Fn(TensorId, usize) -> Format,
+        seed: u64,
+        options: Options,
+    ) -> Result<Self, CudaError> {
+        let layout = Layout::of_spec(spec, format);
+        let start = Start::new(spec, &layout, options)?;
+        let store = Store::random(&start.device, &start.plain, spec, layout, seed)?;
+        Self::assemble(start, None, spec.clone(), store, options)
+    }
+
+    fn assemble(
+        start: Start,
+        weights: Option<Arc<Weights>>,
+        spec: ModelSpec,
+        store: Store,
+        options: Options,
+    ) -> Result<Self, CudaError> {
+        let Start { device, plain, fast, plan, vram } = start;
+        let num_pages = vram.pages as usize;
+        let element = if options.cache == Kind::F32 { 4 } else { 2 };
+        let pool = |width: usize| Buffer::new(&device, num_pages * PAGE_TOKENS * width * element);
+        let caches = spec.layers.iter().map(|layer| match &layer.attn {
+            Attn::Gqa(a) => {
+                let width = a.kv_heads * a.head_dim;
+                Ok(Cache { keys: pool(width)?, values: Some(pool(width)?) })
+            }
+            Attn::Mla(a) => Ok(Cache { keys: pool(a.kv_rank + a.rope)?, values: None }),
+        });
+        let caches = caches.collect::<Result<Vec<_>, CudaError>>()?;
+        let work = Workspace::new(&device, &plan, &spec, PLANNED_TOK, DECODE_TOK)?;
+        let decode = Decode::new(&device, num_pages.min(spec.max_positions.div_ceil(PAGE_TOKENS)), spec.rope.dim / 2)?;
+        let batch = BatchBuffers {
+            memory: Buffer::new(&device, 1 << 16)?,
+            at: [0; BatchPart::COUNT],
+            num_tok: 0,
+            num_rows: 0,
+            table_stride: 0,
+            decode: false,
+        };
+        Ok(Self {
+            device,
+            plain,
+            fast,
+            kernels: options.kernels,
+            weights,
+            spec,
+            groups: fuse::fuse(&plan),
+            plan,
+            store,
+            vram,
+            caches,
+            cache_kind: options.cache,
+            pages: PageTable::new(num_pages),
+            work,
+            batch,
+            decode,
+            pending: None,
+            host: Default::default(),
+        })
+    }
+
+    /// The steps this engine runs.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The model's files; `None` for random weights.
+    pub fn weights(&self) -> Option<&Arc<Weights>> {
+        self.weights.as_ref()
+    }
+
+    /// What the model is.
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// The device it runs on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Where the memory went.
+    pub fn vram(&self) -> &VramPlan {
+        &self.vram
+    }
+
+    /// Bytes that one tensor takes on the device.
+    pub fn stored_bytes(&self, id: TensorId) -> u64 {
+        self.store.layout().stored_bytes(id)
+    }
+
+    /// Forgets a sequence.
+    pub fn release(&mut self, seq: SeqId) {
+        self.pages.release(seq);
+    }
+
+    /// Tokens of a sequence in the cache.
+    pub fn cached(&self, seq: SeqId) -> usize {
+        self.pages.len(seq)
+    }
+
+    /// A buffer as the last step left it, copied to the host.
+    pub fn slot(&self, slot: Slot) -> Result<&[f32], EngineError> {
+        let cell = &self.host[slot as usize];
+        if let Some(values) = cell.get() {
+            return Ok(values);
+        }
+        let rows = if slot == Slot::Logits { self.batch.num_rows } else { self.batch.num_tok };
+        let mut values = vec![0.0f32; rows * self.work.row[slot as usize]];
+        self.device.download(&mut values, &self.work.slots[slot as usize], 0)?;
+        Ok(cell.get_or_init(|| values))
+    }
+
+    /// Fills a buffer from the host, one row a token of the batch.
+    pub fn set_slot(&mut self, slot: Slot, values: &[f32]) -> Result<(), EngineError> {
+        self.host[slot as usize].take();
+        self.work.row[slot as usize] = values.len() / self.batch.num_tok.max(1);
+        Ok(self.device.upload(&self.work.slots[slot as usize], 0, values)?)
+    }
+
+    /// Checks a batch against vocabulary and caches, and makes room for its keys.
+    fn admit(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        let vocab = self.spec.vocab;
+        if let Some((index, &token)) = batch.tokens.iter().enumerate().find(|&(_, &t)| t as usize >= vocab) {
+            return Err(EngineError::Token { token, index, vocab });
+        }
+        for s in &batch.segments {
+            let cached = self.cached(s.seq);
+            if cached != s.start {
+                return Err(EngineError::Position { seq: s.seq.0, cached, start: s.start });
+            }
+            if !self.pages.reserve(s.seq, s.start + s.len) {
+                return Err(EngineError::CacheFull { capacity_tok: self.pages.capacity_tok() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Sizes the buffers for a batch, checks it against vocabulary and caches, and tells the device about it.
+    pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        self.admit(batch)?;
+        let vocab = self.spec.vocab;
+        let (num_tok, rows) = (batch.tokens.len(), batch.logit_rows());
+        if num_tok > self.work.capacity_tok || rows.len() > self.work.capacity_rows {
+            let (tok, rows) = (num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows));
+            self.device.synchronize()?;
+            self.decode.forget_graphs();
+            self.work = Workspace::new(&self.device, &self.plan, &self.spec, tok, rows)?;
+        }
+        self.work.row = self.plan.widths;
+        self.work.row[Slot::Logits as usize] = vocab;
+        self.host = Default::default();
+        self.pending = Some(batch.segments.iter().map(|s| (s.seq, s.start + s.len)).collect());
+        self.describe(batch, &rows)
+    }
+
+    /// Uploads tokens, positions, page tables and rotations.
+    fn describe(&mut self, batch: &Batch, rows: &[usize]) -> Result<(), EngineError> {
+        let num_tok = batch.tokens.len();
+        let stride = batch.segments.iter().map(|s| self.pages.pages(s.seq).len()).max().unwrap_or(0);
+        let half = self.spec.rope.dim / 2;
+        let (mut positions, mut owners) = (Vec::with_capacity(num_tok), Vec::with_capacity(num_tok));
+        let mut table = vec![0u32; stride * batch.segments.len()];
+        let (mut cos, mut sin) = (vec![0.0f32; num_tok * half], vec![0.0f32; num_tok * half]);
+        for (i, s) in batch.segments.iter().enumerate() {
+            let pages = self.pages.pages(s.seq);
+            table[i * stride..i * stride + pages.len()].copy_from_slice(pages);
+            let (freqs, attention) = rope::frequencies(&self.spec.rope, s.context.max(s.start + s.len));
+            for t in 0..s.len {
+                let at = positions.len() * half..(positions.len() + 1) * half;
+                rope::angles(&mut cos[at.clone()], &mut sin[at], &freqs, attention, s.start + t);
+                positions.push((s.start + t) as u32);
+                owners.push(i as u32);
+            }
+        }
+        let rows: Vec<u32> = rows.iter().map(|&r| r as u32).collect();
+        let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+        let parts: [&[u32]; BatchPart::COUNT] = [&batch.tokens, &positions, &owners, &rows, &table, &bits(&cos), &bits(&sin)];
+        let mut all: Vec<u32> = Vec::new();
+        for (at, part) in self.batch.at.iter_mut().zip(parts) {
+            *at = 4 * all.len();
+            all.extend_from_slice(part);
+            all.resize(aligned(4 * all.len()) / 4, 0);
+        }
+        if 4 * all.len() > self.batch.memory.bytes() {
+            self.device.synchronize()?;
+            self.batch.memory = Buffer::new(&self.device, (4 * all.len()).next_power_of_two())?;
+        }
+        (self.batch.num_tok, self.batch.num_rows, self.batch.table_stride) = (num_tok, rows.len(), stride);
+        self.batch.decode = false;
+        Ok(self.device.upload(&self.batch.memory, 0, &all)?)
+    }
+
+    /// Runs some steps of the plan on a batch that [`Engine::begin`] has seen; without an observer nothing is copied back.
+    pub fn run(&mut self, steps: Range<usize>, mut on: Option<&mut dyn FnMut(Event<'_>)>) -> Result<(), EngineError> {
+        self.host = Default::default();
+        for i in steps {
+            let step = self.plan.steps[i].clone();
+            self.step(&step, &self.view())?;
+            if let (Step::Route { router, layer, .. }, Some(on)) = (&step, on.as_mut()) {
+                let num_tok = self.batch.num_tok;
+                let mut logits = vec![0.0f32; num_tok * router.experts];
+                let (mut experts, mut gates) = (vec![0u32; num_tok * router.top_k], vec![0.0f32; num_tok * router.top_k]);
+                self.device.download(&mut logits, &self.work.router_logits, 0)?;
+                self.device.download(&mut experts, &self.work.experts, 0)?;
+                self.device.download(&mut gates, &self.work.gates, 0)?;
+                on(Event::Routed { layer: *layer, logits: &logits, experts: &experts, gates: &gates });
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the whole plan and returns the logits, `[rows asked for, V]`.
+    pub fn forward(&mut self, batch: &Batch, on: Option<&mut dyn FnMut(Event<'_>)>) -> Result<&[f32], EngineError> {
+        self.begin(batch)?;
+        self.run(0..self.plan.steps.len(), on)?;
+        self.slot(Slot::Logits)
+    }
+
+    /// Runs the whole plan unobserved the fastest way there is; the logits stay on the device until they are asked for.
+    pub fn pass(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        if self.is_decode(batch) {
+            return self.decode_pass(batch);
+        }
+        self.begin(batch)?;
+        let view = self.view();
+        (0..self.groups.len()).try_for_each(|i| self.group(i, &view).map(drop))
+    }
+
+    /// The runs of steps that one block or the plain kernels take, in order.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// Begins a batch of one new token a sequence for the decode kernels; false if it is none.
+    pub fn begin_decode(&mut self, batch: &Batch) -> Result<bool, EngineError> {
+        if !self.is_decode(batch) {
+            return Ok(false);
+        }
+        self.begin(batch)?;
+        let seqs: Vec<SeqId> = batch.segments.iter().map(|s| s.seq).collect();
+        let starts: Vec<u32> = batch.segments.iter().map(|s| s.start as u32).collect();
+        let context = batch.segments.iter().map(|s| s.context.max(s.start + 1)).max().unwrap_or(1);
+        self.prepare(&seqs, &batch.tokens, &starts, context)?;
+        self.rotate(&self.decode_view(seqs.len()))?;
+        self.batch.decode = true;
+        Ok(true)
+    }
+
+    /// Runs a group on a batch that [`Engine::begin`] has seen; true if fast kernels did it.
+    pub fn run_group(&mut self, index: usize) -> Result<bool, EngineError> {
+        self.host = Default::default();
+        let view = if self.batch.decode { self.decode_view(self.batch.num_tok) } else { self.view() };
+        Ok(self.group(index, &view)? == Ran::Yes)
+    }
+
+    pub(super) fn is_fast(&self) -> bool {
+        self.kernels == Kernels::Fast && self.cache_kind == Kind::Bf16
+    }
+
+    /// Runs a group, fast if it is a block that fast kernels take.
+    fn group(&mut self, index: usize, view: &View) -> Result<Ran, EngineError> {
+        let Group { steps, block } = self.groups[index].clone();
+        if let Some(block) = block.filter(|_| self.is_fast())
+            && self.block(&block, view)? == Ran::Yes
+        {
+            return Ok(Ran::Yes);
+        }
+        for i in steps {
+            let step = self.plan.steps[i].clone();
+            self.step(&step, view)?;
+        }
+        Ok(Ran::No)
+    }
+
+    fn view(&self) -> View {
+        let part = |part: BatchPart| self.batch.memory.at(self.batch.at[part as usize]);
+        View {
+            num_tok: self.batch.num_tok,
+            num_rows: self.batch.num_rows,
+            tokens: part(BatchPart::Tokens),
+            positions: part(BatchPart::Positions),
+            rows: part(BatchPart::Rows),
+            table: part(BatchPart::Table),
+            table_stride: self.batch.table_stride,
+            pick: part(BatchPart::Pick),
+            cos: part(BatchPart::Cos),
+            sin: part(BatchPart::Sin),
+            cosines: 0,
+            sines: 0,
+            decode: false,
+        }
+    }
+}
+
+impl Workspace {
+    fn new(device: &Arc<Device>, plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> Result<Self, CudaError> {
+        let floats = |n: usize| Buffer::new(device, 4 * n);
+        let halves = |n: usize| Buffer::new(device, 2 * n);
+        let w = Widths::of(spec);
+        let mut slots = plan.widths.iter().map(|width| floats(tok * width)).collect::<Result<Vec<_>, _>>()?;
+        slots[Slot::Logits as usize] = floats(rows * spec.vocab)?;
+        let router_counters_at = aligned(4 * DECODE_TOK * w.kv_heads);
+        let argmax_counters_at = router_counters_at + aligned(4 * (tok + 1));
+        let counters = Buffer::new(device, argmax_counters_at + 4 * DECODE_TOK)?;
+        counters.clear()?;
+        Ok(Self {
+            capacity_tok: tok,
+            capacity_rows: rows,
+            slots,
+            row: plan.widths,
+            router_logits: floats(tok * w.experts)?,
+            experts: floats(tok * w.top_k)?,
+            gates: floats(tok * w.top_k)?,
+            inner: floats(tok * w.expert)?,
+            latent_q: floats(tok * w.latent_q)?,
+            latent_out: floats(tok * w.latent_out)?,
+            rounded: halves(tok.max(rows) * Self::widest(plan))?,
+            rounded_attn: halves(tok * plan.widths[Slot::Attn as usize])?,
+            rounded_act: halves(tok * plan.widths[Slot::Gate as usize])?,
+            rounded_inner: halves(tok * w.expert)?,
+            expert_slots: Buffer::new(device, w.experts * fast::SLOT_BYTES)?,
+            num_slots: floats(1)?,
+            pairs: floats(tok * w.top_k)?,
+            partial: floats(2 * DECODE_TOK * w.partial)?,
+            counters,
+            router_counters_at,
+            argmax_counters_at,
+        })
+    }
+
+    fn widest(plan: &Plan) -> usize {
+        plan.widths.iter().copied().max().unwrap_or(0)
+    }
+
+    fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize) -> u64 {
+        let w = Widths::of(spec);
+        let all: usize = plan.widths.iter().sum();
+        let floats = all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out;
+        let halves = Self::widest(plan) + plan.widths[Slot::Attn as usize] + plan.widths[Slot::Gate as usize] + w.expert;
+        let decode = DECODE_TOK * (spec.vocab + 2 * w.partial);
+        (tok * (4 * floats + 2 * halves) + 4 * decode) as u64
+    }
+}
+
+/// Everything that comes before the weights.
+struct Start {
+    device: Arc<Device>,
+    plain: Plain,
+    fast: Fast,
+    plan: Plan,
+    vram: VramPlan,
+}
+
+impl Start {
+    fn new(spec: &ModelSpec, layout: &Layout, options: Options) -> Result<Self, CudaError> {
+        check(spec)?;
+        let device = Device::open(options.index)?;
+        let plan = plan::plan(spec);
+        let element = if options.cache == Kind::F32 { 4 } else { 2 };
+        let row: usize = spec
+            .layers
+            .iter()
+            .map(|layer| match &layer.attn {
+                Attn::Gqa(a) => 2 * a.kv_heads * a.head_dim,
+                Attn::Mla(a) => a.kv_rank + a.rope,
+            })
+            .sum();
+        let context = spec.max_positions.div_ceil(PAGE_TOKENS) as u64;
+        let needs = Needs {
+            weights: layout.by_component.clone(),
+            page_bytes: (PAGE_TOKENS * row * element) as u64,
+            min_pages: context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64),
+            max_pages: (64 * context).clamp(1 << 10, 1 << 14),
+            workspace_bytes: Workspace::planned_bytes(&plan, spec, PLANNED_TOK),
+        };
+        let free = device.memory()?.0.saturating_sub(RESERVE_BYTES);
+        let budget = options.budget_bytes.unwrap_or(free).min(free);
+        let vram = vram::plan(&needs, budget)
+            .map_err(|e| CudaError::Memory { needed: memory::gigabytes(e.smallest_bytes), free: memory::gigabytes(budget) })?;
+        let module = Module::load(&device, &PROGRAMS[0])?;
+        let plain = Plain::load(&module)?;
+        let fast = Fast::load(&device)?;
+        Ok(Self { device, plain, fast, plan, vram })
+    }
+}
+
+/// Bounds of the kernels that a model may exceed.
+fn check(spec: &ModelSpec) -> Result<(), CudaError> {
+    for (l, layer) in spec.layers.iter().enumerate() {
+        let (found, most) = match &layer.attn {
+            Attn::Gqa(a) => (a.head_dim, MAX_HEAD),
+            Attn::Mla(a) if a.kv_rank > MAX_LATENT => (a.kv_rank, MAX_LATENT),
+            Attn::Mla(a) => (a.kv_rank + a.rope, MAX_LATENT_KEY),
+        };
+        if found > most {
+            return Err(CudaError::Unsupported(format!("layer {l} has heads of width {found}, the kernels take at most {most}")));
+        }
+    }
+    Ok(())
+}

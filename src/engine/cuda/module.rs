@@ -1,0 +1,354 @@
+//! Kernels from source to function: compiled for the device found with NVRTC, kept on disk, loaded through the driver.
+//!
+//! A compiled file is named by a hash of everything that went into it: sources, flags, target, compiler. It is written beside
+//! its place and renamed, so that two processes that race leave one sound file.
+
+use super::device::{self, CudaError, Device, During};
+use super::launch::Grid;
+use crate::files;
+use cudarc::driver::{result, sys};
+use cudarc::nvrtc::sys as nvrtc;
+use sha2::{Digest, Sha256};
+use std::ffi::{CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A kernel source, embedded.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Path below `kernels/`.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+macro_rules! source {
+    ($name:literal) => {
+        Source { name: $name, text: include_str!(concat!("../../../kernels/", $name)) }
+    };
+}
+
+/// Files with kernels in them.
+pub const PROGRAMS: &[Source] = &[
+    source!("plain.cu"),
+    source!("linear.cu"),
+    source!("router.cu"),
+    source!("moe.cu"),
+    source!("attention.cu"),
+    source!("rows.cu"),
+];
+/// Files they include.
+pub const HEADERS: &[Source] = &[
+    source!("common/base.cuh"),
+    source!("common/mma.cuh"),
+    source!("common/reduce.cuh"),
+    source!("common/routing.cuh"),
+    source!("common/tile.cuh"),
+    source!("common/stream.cuh"),
+];
+
+/// Targets that every kernel must compile for.
+pub const ARCHES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"];
+
+const FLAGS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
+
+/// A compiled program.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// Machine code for one target.
+    pub cubin: Vec<u8>,
+    /// Registers, stack and spills of each kernel, as the assembler reports them; empty if it came from the cache.
+    pub log: String,
+}
+
+/// Version of the compiler, or why there is none.
+pub fn compiler() -> Result<String, CudaError> {
+    device::load_compiler()?;
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: writes two integers; the library was just found.
+    check(unsafe { nvrtc::nvrtcVersion(&mut major, &mut minor) }, "ask for the compiler's version")?;
+    Ok(format!("{major}.{minor}"))
+}
+
+/// Where the compiler lies, when it was found outside the loader's own search.
+pub fn compiler_path() -> Option<PathBuf> {
+    device::load_compiler().ok().flatten()
+}
+
+/// Where compiled kernels are kept.
+pub fn cache_dir() -> Option<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let base = variable("XDG_CACHE_HOME")
+        .or_else(|| variable("LOCALAPPDATA"))
+        .or_else(|| variable("HOME").map(|home| home.join(".cache")))?;
+    Some(base.join("moe").join("kernels"))
+}
+
+/// Compiles a program for a target such as `sm_90`.
+pub fn compile(source: &Source, arch: &str) -> Result<Compiled, CudaError> {
+    compiler()?;
+    let text = |s: &str| CString::new(s).map_err(|_| CudaError::Unsupported("a kernel source holds a zero byte".into()));
+    let (code, name) = (text(source.text)?, text(source.name)?);
+    // Headers include each other by their bare names, which NVRTC does not resolve by folder.
+    let bare = HEADERS.iter().map(|h| (h.name.rsplit('/').next().unwrap_or(h.name), h.text));
+    let all: Vec<(&str, &str)> = HEADERS.iter().map(|h| (h.name, h.text)).chain(bare).collect();
+    let headers = all.iter().map(|h| text(h.1)).collect::<Result<Vec<_>, _>>()?;
+    let names = all.iter().map(|h| text(h.0)).collect::<Result<Vec<_>, _>>()?;
+    let pointers = |v: &[CString]| v.iter().map(|s| s.as_ptr()).collect::<Vec<*const c_char>>();
+    let mut program = Program(std::ptr::null_mut());
+    // SAFETY: all strings end in zero and outlive the program.
+    let created = unsafe {
+        nvrtc::nvrtcCreateProgram(
+            &mut program.0,
+            code.as_ptr(),
+            name.as_ptr(),
+            headers.len() as i32,
+            pointers(&headers).as_ptr(),
+            pointers(&names).as_ptr(),
+        )
+    };
+    check(created, "read a kernel source")?;
+    let options = FLAGS.iter().map(|f| text(f)).chain([text(&format!("--gpu-architecture={arch}"))]);
+    let options = options.collect::<Result<Vec<_>, _>>()?;
+    // SAFETY: the program and the options live.
+    let compiled = unsafe { nvrtc::nvrtcCompileProgram(program.0, options.len() as i32, pointers(&options).as_ptr()) };
+    let log = program.log();
+    if compiled != nvrtc::nvrtcResult::NVRTC_SUCCESS {
+        return Err(CudaError::Compile { file: source.name.into(), arch: arch.into(), log });
+    }
+    let mut bytes = 0;
+    // SAFETY: writes one integer.
+    check(unsafe { nvrtc::nvrtcGetCUBINSize(program.0, &mut bytes) }, "read a compiled kernel")?;
+    let mut cubin = vec![0u8; bytes];
+    // SAFETY: the buffer has the size that was asked for.
+    check(unsafe { nvrtc::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }, "read a compiled kernel")?;
+    Ok(Compiled { cubin, log })
+}
+
+/// The same from the cache, or compiled and put there. A cache that cannot be written is no error.
+pub fn cached(source: &Source, arch: &str) -> Result<Compiled, CudaError> {
+    let Some(dir) = cache_dir() else { return compile(source, arch) };
+    let version = compiler();
+    let version = version.or_else(|e| newest_cached(&dir).ok_or(e))?;
+    let path = dir.join(file_name(source, arch, &version));
+    if let Ok(cubin) = files::read(&path) {
+        return Ok(Compiled { cubin, log: String::new() });
+    }
+    let compiled = compile(source, arch)?;
+    if std::fs::create_dir_all(&dir).is_ok() && files::write_atomic(&path, &compiled.cubin).is_ok() {
+        let _ = files::write_atomic(&dir.join(VERSION), version.as_bytes());
+    }
+    Ok(compiled)
+}
+
+/// Names the compiler that filled the cache, so that it can be used where there is none.
+const VERSION: &str = "compiler";
+
+fn newest_cached(dir: &Path) -> Option<String> {
+    String::from_utf8(files::read(&dir.join(VERSION)).ok()?).ok()
+}
+
+fn file_name(source: &Source, arch: &str, version: &str) -> String {
+    let mut hash = Sha256::new();
+    let parts = HEADERS.iter().flat_map(|h| [h.name, h.text]).chain(FLAGS).chain([source.name, source.text, arch, version]);
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    let hex: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
+    format!("{}-{arch}-{hex}.cubin", source.name.trim_end_matches(".cu"))
+}
+
+struct Program(nvrtc::nvrtcProgram);
+
+impl Program {
+    fn log(&self) -> String {
+        let mut bytes = 0;
+        // SAFETY: writes one integer.
+        if unsafe { nvrtc::nvrtcGetProgramLogSize(self.0, &mut bytes) } != nvrtc::nvrtcResult::NVRTC_SUCCESS {
+            return String::new();
+        }
+        let mut log = vec![0u8; bytes];
+        // SAFETY: the buffer has the size that was asked for.
+        unsafe { nvrtc::nvrtcGetProgramLog(self.0, log.as_mut_ptr().cast()) };
+        String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_string()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: created once, destroyed once; null is refused without harm.
+        unsafe { nvrtc::nvrtcDestroyProgram(&mut self.0) };
+    }
+}
+
+fn check(code: nvrtc::nvrtcResult, what: &'static str) -> Result<(), CudaError> {
+    if code == nvrtc::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(CudaError::Driver { what, error: format!("{code:?}") }) }
+}
+
+/// A loaded program.
+pub(super) struct Module {
+    module: sys::CUmodule,
+    device: Arc<Device>,
+}
+
+// SAFETY: module handles may be used from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Compiles or fetches, and loads.
+    pub fn load(device: &Arc<Device>, source: &Source) -> Result<Arc<Self>, CudaError> {
+        let compiled = cached(source, &device.properties().arch())?;
+        device.current()?;
+        // SAFETY: a cubin carries its own size in its header.
+        let module = unsafe { result::module::load_data(compiled.cubin.as_ptr().cast()) }.during("load a kernel")?;
+        Ok(Arc::new(Self { module, device: Arc::clone(device) }))
+    }
+
+    /// A kernel by its name.
+    pub fn function(self: &Arc<Self>, name: &str) -> Result<Function, CudaError> {
+        let text = CString::new(name).map_err(|_| CudaError::Unsupported(format!("no kernel can be named `{name}`")))?;
+        // SAFETY: the module lives.
+        let function = unsafe { result::module::get_function(self.module, text) }.during("find a kernel")?;
+        Ok(Function { name: name.to_string(), function, module: Arc::clone(self), shared_bytes: AtomicU32::new(0) })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // SAFETY: loaded once, unloaded once; the functions hold the module alive.
+        unsafe {
+            let _ = self.device.current();
+            let _ = result::module::unload(self.module);
+        }
+    }
+}
+
+/// One kernel.
+pub(super) struct Function {
+    name: String,
+    function: sys::CUfunction,
+    module: Arc<Module>,
+    /// What a block may use so far.
+    shared_bytes: AtomicU32,
+}
+
+// SAFETY: function handles may be used from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// Whether a kernel may start before the one ahead of it is done; kernels written for it wait by themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overlap {
+    No,
+    Yes,
+}
+
+impl Function {
+    /// Lets blocks use this much shared memory.
+    fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
+        use sys::CUfunction_attribute_enum as A;
+        if self.shared_bytes.load(Ordering::Relaxed) >= bytes {
+            return Ok(());
+        }
+        let whole = sys::CUshared_carveout_enum::CU_SHAREDMEM_CARVEOUT_MAX_SHARED as i32;
+        let settings = [
+            (A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32),
+            (A::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, whole),
+        ];
+        for (attribute, value) in settings {
+            // SAFETY: the function lives.
+            unsafe { result::function::set_function_attribute(self.function, attribute, value) }.during("size shared memory")?;
+        }
+        self.shared_bytes.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Puts the kernel behind everything already in the device's stream.
+    ///
+    /// # Safety
+    /// `params` must point to one value for each parameter of the kernel, of its size, and every address among them must be
+    /// good for what the kernel does with it.
+    pub unsafe fn launch(&self, grid: Grid, overlap: Overlap, params: &mut [*mut c_void]) -> Result<(), CudaError> {
+        if grid.blocks.contains(&0) {
+            return Ok(());
+        }
+        self.module.device.current()?;
+        self.allow_shared(grid.shared_bytes)?;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            // SAFETY: a union of integers, for which zero is a value.
+            ..unsafe { std::mem::zeroed() }
+        };
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.blocks[0],
+            gridDimY: grid.blocks[1],
+            gridDimZ: grid.blocks[2],
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared_bytes,
+            hStream: self.module.device.stream(),
+            attrs: &mut attribute,
+            numAttrs: (overlap == Overlap::Yes) as u32,
+        };
+        // SAFETY: the caller vouches for the parameters; the rest lives until the call returns.
+        unsafe { sys::cuLaunchKernelEx(&config, self.function, params.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .during("launch a kernel")
+            .map_err(|e| CudaError::Launch { kernel: self.name.clone(), grid: format!("{grid:?}"), error: e.to_string() })
+    }
+}
+
+/// A set of kernels of one source with typed launchers, one a kernel, named alike. The parameter lists are compared with the
+/// source by a test.
+macro_rules! kernels {
+    ($(#[$doc:meta])* $set:ident { $($name:ident($($arg:ident: $ty:ty),* $(,)?);)* }) => {
+        $(#[$doc])*
+        pub(super) struct $set {
+            $($name: $crate::engine::cuda::module::Function,)*
+        }
+
+        impl $set {
+            /// Finds every kernel in a loaded program.
+            pub fn load(module: &std::sync::Arc<$crate::engine::cuda::module::Module>) -> Result<Self, CudaError> {
+                Ok(Self { $($name: module.function(stringify!($name))?,)* })
+            }
+
+            /// Names and parameter types.
+            #[cfg(test)]
+            pub const SIGNATURES: &[(&str, &[&str])] = &[$((stringify!($name), &[$(stringify!($ty)),*])),*];
+
+            $(
+                #[allow(clippy::too_many_arguments)]
+                pub fn $name(&self, grid: Grid, $($arg: $ty),*) -> Result<(), CudaError> {
+                    let mut params = [$((&raw const $arg).cast_mut().cast::<std::ffi::c_void>()),*];
+                    // SAFETY: one parameter each, of the types the source declares, which a test compares; addresses come from
+                    // buffers that the engine sized for the step and keeps until the stream is done.
+                    unsafe { self.$name.launch(grid, $crate::engine::cuda::module::Overlap::No, &mut params) }
+                }
+            )*
+        }
+    };
+}
+pub(super) use kernels;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fails if any part of what is compiled is left out of the name.
+    #[test]
+    fn a_compiled_file_is_named_by_all_that_made_it() {
+        let base = file_name(&PROGRAMS[0], "sm_90", "13.0");
+        assert_eq!(base, file_name(&PROGRAMS[0], "sm_90", "13.0"));
+        assert_ne!(base, file_name(&PROGRAMS[0], "sm_80", "13.0"));
+        assert_ne!(base, file_name(&PROGRAMS[0], "sm_90", "12.9"));
+        assert_ne!(base, file_name(&Source { name: PROGRAMS[0].name, text: "" }, "sm_90", "13.0"));
+    }
+}

@@ -1,0 +1,135 @@
+//! Launchers of `kernels/plain.cu`, and the structures they take by value.
+
+use super::device::CudaError;
+use super::launch::Grid;
+use super::module::kernels;
+
+/// How elements of a weight are stored; `Kind` in `plain.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub enum Kind {
+    /// 32-bit floats.
+    F32 = 0,
+    /// Brain floats.
+    Bf16 = 1,
+    /// 16-bit IEEE floats.
+    F16 = 2,
+    /// Packed 4-bit codes.
+    Int4 = 3,
+    /// Packed 8-bit codes.
+    Int8 = 4,
+}
+
+/// A weight on the device; `Matrix` in `plain.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Matrix {
+    /// Address of the floats or words; 0: absent.
+    pub data: u64,
+    /// Address of the scales; 0: none.
+    pub scales: u64,
+    /// Rows.
+    pub rows: i32,
+    /// Columns.
+    pub cols: i32,
+    /// Columns a scale covers.
+    pub group: i32,
+    /// Stored elements.
+    pub kind: Kind,
+    /// Stored scales.
+    pub scale_kind: Kind,
+    /// Fills the last eight bytes.
+    pub pad: i32,
+}
+
+impl Matrix {
+    /// No weight.
+    pub const NONE: Matrix =
+        Matrix { data: 0, scales: 0, rows: 0, cols: 0, group: 1, kind: Kind::F32, scale_kind: Kind::F32, pad: 0 };
+}
+
+/// Where the tokens of a batch keep their keys and values; `Pages` in `plain.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Pages {
+    pub position: u64,
+    pub row: u64,
+    pub table: u64,
+    pub stride: i32,
+    pub kind: Kind,
+}
+
+/// `Router` in `plain.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Router {
+    pub experts: i32,
+    pub top_k: i32,
+    pub softmax_of_chosen: i32,
+    pub select: i32,
+    pub groups: i32,
+    pub keep: i32,
+    pub renorm: i32,
+    pub jitter: f32,
+    pub scale: f32,
+}
+
+kernels! {
+    /// The plain kernels.
+    Plain {
+        plain_embed(dst: u64, dst_stride: i32, table: Matrix, tokens: u64, scale: f32);
+        plain_norm(dst: u64, dst_stride: i32, src: u64, src_stride: i32, gain: Matrix, bias: Matrix, layer: i32, eps: f32, width: i32);
+        plain_linear(dst: u64, dst_stride: i32, src: u64, src_stride: i32, pick: u64, w: Matrix, bias: Matrix, scale: f32, num_tok: i32);
+        plain_clip(buf: u64, n: u64, limit: f32);
+        plain_rope(buf: u64, row_stride: i32, stride: i32, offset: i32, cos: u64, sin: u64, half: i32, interleaved: i32);
+        plain_append(cache: u64, src: u64, src_stride: i32, pages: Pages, dim: i32);
+        plain_attend(dst: u64, dst_stride: i32, q: u64, q_stride: i32, keys: u64, values: u64, pages: Pages, kv_heads: i32, dim: i32, scale: f32, window: i32);
+        plain_latent_query(dst: u64, q: u64, q_stride: i32, up: Matrix, nope: i32, rope: i32, v: i32);
+        plain_attend_latent(dst: u64, q: u64, latents: u64, pages: Pages, rank: i32, rope: i32, scale: f32);
+        plain_latent_value(dst: u64, dst_stride: i32, mixed: u64, up: Matrix, nope: i32, v: i32);
+        plain_route(experts: u64, gates: u64, logits: u64, router: Router);
+        plain_experts_gate_up(inner: u64, src: u64, src_stride: i32, table: u64, experts: u64, top_k: i32, width: i32);
+        plain_experts_down(dst: u64, dst_stride: i32, inner: u64, table: u64, experts: u64, gates: u64, top_k: i32, width: i32, model_width: i32);
+        plain_gated_act(gate: u64, up: u64, n: u64);
+        plain_add_gated(acc: u64, add: u64, gate: u64, width: i32);
+        plain_add(acc: u64, add: u64, n: u64, scale: f32);
+        plain_random(dst: u64, n: u64, seed: u64, kind: i32, scale: f32);
+        plain_fill(dst: u64, n: u64, kind: i32, value: f32);
+        plain_read(sink: u64, src: u64, n: u64);
+        plain_pick(dst: u64, src: u64, src_stride: i32, pick: u64, width: i32);
+        plain_rotations(cos: u64, sin: u64, cosines: u64, sines: u64, position: u64, half: i32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Types of a kernel's parameters as the launchers spell them.
+    fn declared(source: &str, kernel: &str) -> Vec<&'static str> {
+        let start = source.find(&format!("void {kernel}(")).unwrap_or_else(|| panic!("`{kernel}` is not in the source"));
+        let list = source[start..].split_once('(').unwrap().1.split_once(')').unwrap().0;
+        let spelt = |p: &str| match p.trim() {
+            p if p.contains('*') => "u64",
+            p if p.starts_with("u64") => "u64",
+            p if p.starts_with("int ") => "i32",
+            p if p.starts_with("float ") => "f32",
+            p if p.starts_with("Matrix ") => "Matrix",
+            p if p.starts_with("Pages ") => "Pages",
+            p if p.starts_with("Router ") => "Router",
+            p => panic!("`{kernel}` takes `{p}`"),
+        };
+        list.split(',').map(spelt).collect()
+    }
+
+    /// A launcher whose parameters differ from the kernel's would corrupt memory; fails on any missing or swapped type.
+    #[test]
+    fn launchers_have_the_parameters_of_the_kernels() {
+        let source = include_str!("../../../kernels/plain.cu");
+        for (kernel, types) in Plain::SIGNATURES {
+            assert_eq!(declared(source, kernel), *types, "{kernel}");
+        }
+        assert_eq!(source.matches("extern \"C\" __global__").count(), Plain::SIGNATURES.len());
+        assert_eq!((size_of::<Matrix>(), size_of::<Pages>(), size_of::<Router>()), (40, 32, 36));
+    }
+}

@@ -1,0 +1,436 @@
+//! The CUDA engine against the CPU engine, one row a step and format, at awkward shapes; used by tests and by `moe doctor`.
+//!
+//! Small models with one mechanism each are written to a temporary directory with random weights in the format under test.
+//! Both engines run the same steps on the same inputs, copied from the CPU before every step, so that no row inherits the
+//! error of another.
+//!
+//! Tolerances, relative in the L2 norm: single precision sums of a few hundred terms in another order leave about 1e-6, bounded
+//! by [`EXACT`]; kernels that round activations to bf16 leave up to 2^-9 = 2e-3 for each rounding, at most four of them in
+//! a row (input, queries with keys, probabilities with values, output), bounded by [`ROUNDED`].
+
+use super::cuda::{self, Kernels, Kind, Options};
+use super::{Batch, EngineError, Event, Rows, cpu};
+use crate::artifact::weights::{Weights, WeightsError};
+use crate::files::{self, Existing, FileError, OutputDir};
+use crate::ids::{Component, Part, Role, SeqId, TensorId};
+use crate::model::family;
+use crate::model::names;
+use crate::model::plan::Slot;
+use crate::quant::format::{Bits, Format, Group, fit};
+use crate::tensor::{self, Dtype};
+use safetensors::SafeTensorError;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Bound of kernels that compute in single precision throughout.
+pub const EXACT: f64 = 2e-5;
+/// Bound of kernels that round activations, keys or values to bf16.
+pub const ROUNDED: f64 = 8e-3;
+
+/// One comparison: the worst over all shapes tried.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Row {
+    /// What was computed, e.g. `linear`; fused steps are joined by `+`.
+    pub step: String,
+    /// How the weights were stored.
+    pub format: String,
+    /// Relative error in the L2 norm.
+    pub error: f64,
+    /// What it may be.
+    pub tolerance: f64,
+    /// Most tokens of a pass.
+    pub most_tok: usize,
+}
+
+impl Row {
+    /// Whether the error is within bounds; not a number never is.
+    pub fn holds(&self) -> bool {
+        self.error <= self.tolerance
+    }
+}
+
+/// Why no comparison could be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ParityError {
+    /// An engine failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// The model could not be loaded.
+    #[error(transparent)]
+    Load(#[from] cuda::LoadError),
+    /// The model could not be written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The model could not be written.
+    #[error(transparent)]
+    Tensors(#[from] SafeTensorError),
+    /// The model could not be read back.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+}
+
+/// What is compared.
+#[derive(Clone, Copy, Debug)]
+pub struct Trial {
+    /// Odd elements of every input of the CUDA engine are multiplied by this; 1 but for proving that errors are seen.
+    pub disturb: f32,
+    /// Which kernels.
+    pub kernels: Kernels,
+}
+
+/// Compares every step in every format; `on` sees each model before it is tried.
+pub fn rows(trial: Trial, on: &mut dyn FnMut(&str)) -> Result<Vec<Row>, ParityError> {
+    let mut worst: BTreeMap<(String, String), Row> = BTreeMap::new();
+    for (name, config) in models() {
+        for format in formats() {
+            on(&format!("{name} {}", format.name));
+            let dir =
+                std::env::temp_dir().join(format!("moe-parity-{}-{name}-{}", std::process::id(), format.name.replace(':', "-")));
+            let dir = OutputDir::create(&dir, Existing::Replace)?;
+            write_model(dir.path(), &config, &format)?;
+            for row in compare(dir.path(), &format, trial)? {
+                let key = (row.step.clone(), row.format.clone());
+                let entry = worst.entry(key).or_insert_with(|| Row { error: 0.0, ..row.clone() });
+                entry.error = if row.error.is_nan() { f64::INFINITY } else { entry.error.max(row.error) };
+                entry.most_tok = entry.most_tok.max(row.most_tok);
+            }
+        }
+    }
+    Ok(worst.into_values().collect())
+}
+
+/// How the matrices of a model are stored.
+struct Storage {
+    name: &'static str,
+    /// Of plain floats and scales.
+    dtype: Dtype,
+    /// Of the projections.
+    format: Format,
+    /// Of embedding and head.
+    embeddings: Format,
+}
+
+fn formats() -> Vec<Storage> {
+    let int = |bits, group| Format::Int { bits, group };
+    let of = |name, format| Storage { name, dtype: Dtype::BF16, format, embeddings: Format::Source };
+    vec![
+        of("bf16", Format::Source),
+        Storage { dtype: Dtype::F16, ..of("f16", Format::Source) },
+        Storage { dtype: Dtype::F32, ..of("f32", Format::Source) },
+        of("int4:g128", Format::INT4_G128),
+        of("int4:g64", int(Bits::Four, Group::Of(64))),
+        of("int4:g32", int(Bits::Four, Group::Of(32))),
+        Storage { embeddings: Format::INT8_G128, ..of("int8:g128", Format::INT8_G128) },
+        of("int8:g32", int(Bits::Eight, Group::Of(32))),
+        Storage { embeddings: Format::INT8_CHANNEL, ..of("int8:channel", Format::INT8_CHANNEL) },
+    ]
+}
+
+/// One small model for each set of mechanisms; widths are no multiples of tiles, counts are no powers of two.
+fn models() -> Vec<(&'static str, Value)> {
+    let base = |model_type: &str, own: Value| {
+        let mut config = json!({
+            "model_type": model_type, "hidden_act": "silu", "hidden_size": 384, "num_hidden_layers": 2,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 259,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "rope_theta": 10000.0, "num_experts_per_tok": 3,
+        });
+        if let (Value::Object(config), Value::Object(own)) = (&mut config, own) {
+            config.extend(own);
+        }
+        config
+    };
+    vec![
+        (
+            "windowed",
+            base(
+                "mixtral",
+                json!({"intermediate_size": 128, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 11}),
+            ),
+        ),
+        (
+            "head-norms",
+            base(
+                "qwen3_moe",
+                json!({"head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 96, "num_experts": 9, "norm_topk_prob": true}),
+            ),
+        ),
+        (
+            "whole-norms",
+            base(
+                "olmoe",
+                json!({"intermediate_size": 160, "num_experts": 8, "norm_topk_prob": false, "clip_qkv": 0.8, "num_key_value_heads": 6}),
+            ),
+        ),
+        (
+            "sparse-mixer",
+            base(
+                "phimoe",
+                json!({"attention_bias": true, "lm_head_bias": true, "intermediate_size": 256, "num_local_experts": 5,
+                       "num_experts_per_tok": 2, "router_jitter_noise": 0.1, "input_jitter_noise": 0.0}),
+            ),
+        ),
+        (
+            "shared",
+            base(
+                "qwen2_moe",
+                json!({"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 7, "norm_topk_prob": false,
+                       "shared_expert_intermediate_size": 192, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+            ),
+        ),
+        (
+            "latent",
+            base(
+                "deepseek_v2",
+                json!({"first_k_dense_replace": 1, "intermediate_size": 320, "moe_intermediate_size": 96, "kv_lora_rank": 64,
+                       "q_lora_rank": null, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_group": 2,
+                       "topk_group": 1, "topk_method": "group_limited_greedy", "n_routed_experts": 8, "n_shared_experts": 2,
+                       "norm_topk_prob": false, "routed_scaling_factor": 2.0, "num_key_value_heads": 6, "moe_layer_freq": 1,
+                       "attention_bias": false, "mlp_bias": false}),
+            ),
+        ),
+        (
+            "scaled",
+            base(
+                "granitemoe",
+                json!({"intermediate_size": 128, "num_local_experts": 8, "attention_multiplier": 0.04, "embedding_multiplier": 6.0,
+                       "residual_multiplier": 0.3, "logits_scaling": 4.0, "tie_word_embeddings": true}),
+            ),
+        ),
+    ]
+}
+
+/// Deterministic values in -1..1.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn unit(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    fn encoded(&mut self, dtype: Dtype, n: usize, value: impl Fn(f32) -> f32) -> Vec<u8> {
+        let values: Vec<f32> = (0..n).map(|_| value(self.unit())).collect();
+        let mut bytes = vec![0; dtype.bytes(n)];
+        tensor::encode(&mut bytes, dtype, &values);
+        bytes
+    }
+}
+
+struct Stored {
+    dtype: safetensors::Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+fn write_model(dir: &Path, config: &Value, storage: &Storage) -> Result<(), ParityError> {
+    let (family, spec) = family::read(config).map_err(WeightsError::from)?;
+    let mut random = Random(7);
+    let mut tensors: BTreeMap<String, Stored> = BTreeMap::new();
+    for (id, shape) in names::tensors(&spec) {
+        let cols = shape.last().copied().unwrap_or(1);
+        let n: usize = shape.iter().product();
+        let spread = (3.0 / cols as f32).sqrt();
+        match fit(wanted(id, storage), cols) {
+            Format::Source => {
+                let value = move |x: f32| match (id.part, id.role) {
+                    (Part::Bias, _) => 0.2 * x,
+                    (_, Role::Embed) => x,
+                    (_, role) if role.component() == Component::Norms => 1.0 + 0.3 * x,
+                    (_, Role::Router) => 3.0 * spread * x,
+                    _ => spread * x,
+                };
+                let bytes = random.encoded(storage.dtype, n, value);
+                let dtype = match storage.dtype {
+                    Dtype::F32 => safetensors::Dtype::F32,
+                    Dtype::F16 => safetensors::Dtype::F16,
+                    _ => safetensors::Dtype::BF16,
+                };
+                tensors.insert(family.names.tensor(id), Stored { dtype, shape, bytes });
+            }
+            format @ Format::Int { bits, .. } => {
+                let (rows, words, scales) = (n / cols, format.packed_cols(cols), format.scale_cols(cols));
+                let packed = (0..rows * words).flat_map(|_| (random.bits() as u32).to_le_bytes()).collect();
+                let step = spread / bits.half() as f32;
+                let scale = random.encoded(Dtype::BF16, rows * scales, |x| step * if x < 0.0 { x - 0.5 } else { x + 0.5 });
+                let whole = [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect();
+                let module = family.names.module(id);
+                let parts = [
+                    ("packed", safetensors::Dtype::I32, vec![rows, words], packed),
+                    ("scale", safetensors::Dtype::BF16, vec![rows, scales], scale),
+                    ("shape", safetensors::Dtype::I64, vec![2], whole),
+                ];
+                for (part, dtype, shape, bytes) in parts {
+                    tensors.insert(format!("{module}.weight_{part}"), Stored { dtype, shape, bytes });
+                }
+            }
+        }
+    }
+    let views = tensors
+        .iter()
+        .map(|(name, t)| Ok((name, safetensors::tensor::TensorView::new(t.dtype, t.shape.clone(), &t.bytes)?)))
+        .collect::<Result<Vec<_>, SafeTensorError>>()?;
+    files::write_atomic(&dir.join("model.safetensors"), &safetensors::serialize(views, None)?)?;
+    files::write_atomic(&dir.join("config.json"), config.to_string().as_bytes())?;
+    Ok(())
+}
+
+/// Routers, small gates, norms and `kv_b` stay as they are, like in every artifact.
+fn wanted(id: TensorId, storage: &Storage) -> Format {
+    match (id.part, id.role) {
+        (Part::Bias, _) | (_, Role::Router | Role::SharedRouter | Role::KvA | Role::KvB) => Format::Source,
+        (_, Role::Embed | Role::Head) => storage.embeddings,
+        (_, role) if role.component() == Component::Norms => Format::Source,
+        _ => storage.format,
+    }
+}
+
+/// Passes over two to forty sequences: a prompt that crosses pages, single tokens, a continuation, many at once.
+fn batches(vocab: usize, random: &mut Random) -> Vec<Batch> {
+    let mut tokens = |n: usize| (0..n).map(|_| (random.bits() % vocab as u64) as u32).collect::<Vec<_>>();
+    let segments: [&[(u32, usize, usize, Rows)]; 6] = [
+        &[(0, 0, 1, Rows::Last)],
+        &[(0, 1, 33, Rows::All), (1, 0, 15, Rows::Last), (2, 0, 5, Rows::None)],
+        &[(0, 34, 1, Rows::Last), (1, 15, 1, Rows::Last), (2, 5, 1, Rows::Last)],
+        &[(1, 16, 9, Rows::Last), (2, 6, 8, Rows::Last)],
+        &[(0, 35, 1, Rows::Last)],
+        &[(3, 0, 70, Rows::Last)],
+    ];
+    let mut all: Vec<Batch> = Vec::new();
+    for segments in segments {
+        let mut batch = Batch::default();
+        for &(seq, start, len, rows) in segments {
+            batch.push(SeqId(seq), start, &tokens(len), rows, 512);
+        }
+        all.push(batch);
+    }
+    let mut batch = Batch::default();
+    for seq in 10..42 {
+        batch.push(SeqId(seq), 0, &tokens(1), Rows::Last, 512);
+    }
+    all.push(batch);
+    all
+}
+
+fn compare(dir: &Path, storage: &Storage, trial: Trial) -> Result<Vec<Row>, ParityError> {
+    let weights = Arc::new(Weights::open(dir)?);
+    let fast = trial.kernels == Kernels::Fast;
+    let cache = if fast { Kind::Bf16 } else { Kind::F32 };
+    let options = Options { cache, kernels: trial.kernels, ..Options::default() };
+    let mut device = cuda::Engine::open(Arc::clone(&weights), options, &mut |_, _| (), &mut |_| ())?;
+    let mut host = cpu::Engine::new(weights);
+    let mut found = Vec::new();
+    let mut random = Random(11);
+    for batch in batches(host.weights().spec().vocab, &mut random) {
+        host.begin(&batch)?;
+        let decode = device.begin_decode(&batch)?;
+        if !decode {
+            device.begin(&batch)?;
+        }
+        let groups = device.groups().to_vec();
+        for (g, group) in groups.iter().enumerate() {
+            let whole = fast && group.block.is_some();
+            let pieces: Vec<Range<usize>> =
+                if whole { vec![group.steps.clone()] } else { group.steps.clone().map(|i| i..i + 1).collect() };
+            for steps in pieces {
+                let mut step = host.plan().steps[steps.start].kind().to_string();
+                let work = if whole { Work::Group(g, steps) } else { Work::Steps(steps) };
+                let (error, ran_fast) = one(&mut host, &mut device, &batch, work, trial.disturb)?;
+                if let Some(block) = group.block.as_ref().filter(|_| whole) {
+                    let when = if decode { "decode" } else { "prefill" };
+                    step = format!("{} {when}{}", block.name(), if ran_fast { "" } else { " (plain)" });
+                }
+                let tolerance = if fast { ROUNDED } else { EXACT };
+                found.push(Row { step, format: storage.name.to_string(), error, tolerance, most_tok: batch.tokens.len() });
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// What one row runs.
+enum Work {
+    /// Steps on plain kernels, compared in every buffer.
+    Steps(Range<usize>),
+    /// A group of these steps, compared in what it adds to the residual and in the logits.
+    Group(usize, Range<usize>),
+}
+
+/// Error of a run of steps, the largest of all that is compared, and whether fast kernels ran.
+fn one(
+    host: &mut cpu::Engine,
+    device: &mut cuda::Engine,
+    batch: &Batch,
+    work: Work,
+    disturb: f32,
+) -> Result<(f64, bool), ParityError> {
+    let num_tok = batch.tokens.len();
+    let before = host.slot(Slot::Residual).to_vec();
+    for slot in Slot::ALL.into_iter().filter(|&s| s != Slot::Logits) {
+        let mut values = host.slot(slot).to_vec();
+        if !values.is_empty() && values.len().is_multiple_of(num_tok) {
+            values.iter_mut().skip(1).step_by(2).for_each(|x| *x *= disturb);
+            device.set_slot(slot, &values)?;
+        }
+    }
+    let mut routed: [Vec<(Vec<f32>, Vec<u32>, Vec<f32>)>; 2] = Default::default();
+    let mut keep = |side: usize, event: Event<'_>| {
+        let Event::Routed { logits, experts, gates, .. } = event;
+        routed[side].push((logits.to_vec(), experts.to_vec(), gates.to_vec()));
+    };
+    let mut ran_fast = false;
+    let slots: &[Slot] = match work {
+        Work::Steps(steps) => {
+            host.run(steps.clone(), batch, &mut |event| keep(0, event))?;
+            device.run(steps, Some(&mut |event| keep(1, event)))?;
+            &Slot::ALL
+        }
+        Work::Group(group, steps) => {
+            host.run(steps, batch, &mut |_| ())?;
+            ran_fast = device.run_group(group)?;
+            &[Slot::Residual, Slot::Logits]
+        }
+    };
+    let mut worst = 0.0f64;
+    let mut see = |found: &[f32], expected: &[f32]| {
+        let error = distance(found, expected);
+        worst = if error.is_nan() { f64::INFINITY } else { worst.max(error) };
+    };
+    for &slot in slots {
+        let expected = host.slot(slot);
+        if expected.is_empty() || (slot != Slot::Logits && !expected.len().is_multiple_of(num_tok)) {
+            continue;
+        }
+        let found = device.slot(slot)?;
+        if slot == Slot::Residual && before.len() == expected.len() && before != expected {
+            let change = |after: &[f32]| after.iter().zip(&before).map(|(a, b)| a - b).collect::<Vec<_>>();
+            see(&change(found), &change(expected));
+        } else if found.len() == expected.len() {
+            see(found, expected);
+        }
+    }
+    let [expected, found] = routed;
+    for (e, f) in expected.iter().zip(&found) {
+        see(&f.0, &e.0);
+        see(&f.2, &e.2);
+        see(&f.1.iter().map(|&x| x as f32).collect::<Vec<_>>(), &e.1.iter().map(|&x| x as f32).collect::<Vec<_>>());
+    }
+    Ok((worst, ran_fast))
+}
+
+/// `|found - expected| / |expected|`; zero for two zeros.
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    let square = |x: f64| x * x;
+    let diff: f64 = found.iter().zip(expected).map(|(a, b)| square((a - b) as f64)).sum();
+    let norm: f64 = expected.iter().map(|b| square(*b as f64)).sum();
+    if diff == 0.0 { 0.0 } else { (diff / norm).sqrt() }
+}
