@@ -382,7 +382,8 @@ fn one(
             device.set_slot(slot, &values)?;
         }
     }
-    let mut routed: [Vec<(Vec<f32>, Vec<u32>, Vec<f32>)>; 2] = Default::default();
+    type Routed = (Vec<f32>, Vec<u32>, Vec<f32>);
+    let mut routed: [Vec<Routed>; 2] = Default::default();
     let mut keep = |side: usize, event: Event<'_>| {
         let Event::Routed { logits, experts, gates, .. } = event;
         routed[side].push((logits.to_vec(), experts.to_vec(), gates.to_vec()));
