@@ -15,14 +15,14 @@ use std::sync::Arc;
 /// Runs plans, somewhere.
 pub enum Engine {
     /// On the processor: the reference.
-    Cpu(cpu::Engine),
+    Cpu(Box<cpu::Engine>),
     /// On a GPU.
     Cuda(Box<cuda::Engine>),
 }
 
 impl From<cpu::Engine> for Engine {
     fn from(engine: cpu::Engine) -> Self {
-        Engine::Cpu(engine)
+        Engine::Cpu(Box::new(engine))
     }
 }
 
@@ -35,7 +35,7 @@ impl From<cuda::Engine> for Engine {
 impl Engine {
     /// On the processor.
     pub fn cpu(weights: Arc<Weights>) -> Self {
-        Engine::Cpu(cpu::Engine::new(weights))
+        Engine::Cpu(Box::new(cpu::Engine::new(weights)))
     }
 
     /// The steps it runs.

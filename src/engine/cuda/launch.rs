@@ -150,9 +150,9 @@ pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: b
         fits.then_some((LinearLaunch { variant, grid, stages }, tiles <= fit * limits.num_sm))
     };
     if columns > 1 {
-        let warps = runs.clamp(1, 8);
-        let shared = base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
-        return launched(warps, shared, 208, 1).map(|l| l.0);
+        let shared = |warps: usize| base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
+        let fewer = (0..4).map(|halvings| (runs.clamp(1, 8) >> halvings).max(1));
+        return fewer.into_iter().find_map(|warps| launched(warps, shared(warps), 208, 1)).map(|l| l.0);
     }
     let row_bytes = cols * width.bits / 8;
     let mut warps = runs.clamp(1, 8);
