@@ -390,6 +390,7 @@ fn a_thousand_shards_open_within_a_second() {
 }
 
 /// A weight whose every value differs from its neighbours', and its dequantization straight from the definition.
+#[allow(clippy::type_complexity)]
 fn fp8_case(r: usize, c: usize) -> (Vec<u8>, impl Fn(&dyn Fn(usize, usize) -> f32) -> Vec<f32>) {
     let codes: Vec<u8> = (0..r * c).map(|i| (i * 37 % 251) as u8).map(|b| if b & 0x7f == 0x7f { 1 } else { b }).collect();
     let copy = codes.clone();

@@ -20,6 +20,10 @@ pub enum Caveat {
         /// Number of config groups.
         groups: usize,
     },
+    /// Tensors outside the experts share the experts' group.
+    Joined,
+    /// transformers has no rule that assembles this family's experts.
+    Experts,
     /// The embedding is quantized.
     Embedding,
     /// The head is quantized.
@@ -35,8 +39,13 @@ impl fmt::Display for Caveat {
                 f,
                 "{groups} schemes are in use; transformers with `dequantize=True` tells only two apart and cannot load this"
             ),
+            Caveat::Joined => f.write_str(
+                "tensors outside the experts have the experts' format; transformers loads this by default, with `dequantize=True` it does not",
+            ),
+            Caveat::Experts => f.write_str("transformers up to 5.24 does not assemble per-expert tensors of this family"),
             Caveat::Embedding => f.write_str(
-                "the embedding is quantized; transformers and this tool load it, most model files of vLLM and all of SGLang do not",
+                "the embedding is quantized; this tool loads it, transformers, most model files of vLLM and all of SGLang do not \
+                (keep it with --set embed=source)",
             ),
             Caveat::Head => f.write_str("the head is quantized; readers need support for it by name (vLLM and SGLang have it)"),
             Caveat::Router => f.write_str("a router is quantized; vLLM and SGLang do not load that for most families"),
@@ -108,6 +117,8 @@ pub fn quantization_config(
     if expert_schemes.len() > 1 || rest.len() > 1 {
         caveats.push(Caveat::Schemes { groups: groups.len() });
     }
+    caveats.extend(joined.map(|_| Caveat::Joined));
+    caveats.extend((!names.assembled && !expert_schemes.is_empty()).then_some(Caveat::Experts));
     let quantized = |role: Role| roles.get(&role).is_some_and(|l| l.values().any(|f| *f != Format::Source));
     caveats.extend(
         [(Role::Embed, Caveat::Embedding), (Role::Head, Caveat::Head), (Role::Router, Caveat::Router)]

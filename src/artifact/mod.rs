@@ -1,6 +1,7 @@
 //! The quantized directory: reading weights from it or from an original, and writing it.
 
 pub mod config;
+pub mod hot;
 pub mod layout;
 pub mod manifest;
 pub mod weights;

@@ -43,7 +43,7 @@ pub enum ArtifactError {
         /// The tensor.
         tensor: String,
         /// Why.
-        source: CheckpointError,
+        source: Box<CheckpointError>,
     },
     /// The side files cannot be listed.
     #[error(transparent)]
@@ -104,7 +104,8 @@ impl ArtifactError {
     pub fn hint(&self) -> Option<String> {
         match self {
             ArtifactError::File(e) => e.hint(),
-            ArtifactError::Decode { source, .. } | ArtifactError::Checkpoint(source) => source.hint(),
+            ArtifactError::Decode { source, .. } => source.hint(),
+            ArtifactError::Checkpoint(source) => source.hint(),
             ArtifactError::AlreadyQuantized { .. } => Some("start from the 16-bit checkpoint it was made from".into()),
             ArtifactError::NonFinite { .. } => Some("the checkpoint is damaged; download it again or ask its author".into()),
             ArtifactError::OutOfRange { .. } => Some("set `dtype` in config.json to float32 or bfloat16".into()),
@@ -658,7 +659,8 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
         Chunk::Rows { weight, rows, from, what } => {
             floats.resize(rows.len() * weight.cols, 0.0);
             let decoded = weight.decode_rows(floats, rows.start);
-            decoded.map_err(|source| ArtifactError::Decode { tensor: from.tensor.clone().into_owned(), source })?;
+            decoded
+                .map_err(|source| ArtifactError::Decode { tensor: from.tensor.clone().into_owned(), source: Box::new(source) })?;
             finite(floats, &from)?;
             let target = job.plan.scale_dtype;
             let narrow = matches!(&weight.data, Data::Plain { dtype, .. } if *dtype == target || *dtype == Dtype::F16);

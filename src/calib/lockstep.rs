@@ -359,6 +359,53 @@ pub fn alone(
     Ok(found)
 }
 
+/// What one router chose for some rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Choices<'a> {
+    /// Index of the layer.
+    pub layer: usize,
+    /// The first row among those of all windows.
+    pub first_row: usize,
+    /// Expert ids, `[T, K]`.
+    pub experts: &'a [u32],
+    /// Their weights, `[T, K]`.
+    pub gates: &'a [f32],
+}
+
+/// Runs one model, layer by layer, and shows what every router chose. `tick` is called `L * groups` times, see [`num_groups`],
+/// and may stop the run by returning `false`.
+pub fn observe(
+    weights: &Arc<Weights>,
+    windows: &[Window],
+    max_memory: u64,
+    on: &mut dyn FnMut(Choices<'_>),
+    tick: &mut dyn FnMut() -> bool,
+) -> Result<(), LockstepError> {
+    let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
+    let in_memory = (4 * rows * weights.spec().width) as u64 <= max_memory;
+    let mut walker = Walker::new(weights, usize::MAX, rows, in_memory)?;
+    walker.embed(windows)?;
+    let groups = groups(windows);
+    for layer in 0..weights.spec().layers.len() {
+        for &(first_row, windows) in &groups {
+            let out = walker.layer(layer, windows, first_row)?;
+            if !out.experts.is_empty() {
+                on(Choices { layer, first_row, experts: &out.experts, gates: &out.gates });
+            }
+            if !tick() {
+                return Err(LockstepError::Interrupted);
+            }
+        }
+        walker.leave(layer);
+    }
+    Ok(())
+}
+
+/// Passes that some windows take through a layer.
+pub fn num_groups(windows: &[Window]) -> u64 {
+    groups(windows).len() as u64
+}
+
 /// Row of hidden states, token it predicts and task, for every scored token.
 fn scored(windows: &[Window], first_row: usize) -> Vec<(usize, u32, usize)> {
     let mut wanted = Vec::new();

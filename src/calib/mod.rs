@@ -2,5 +2,7 @@
 
 pub mod lockstep;
 pub mod metrics;
+pub mod routing;
 pub mod sets;
+pub mod trace;
 pub mod windows;

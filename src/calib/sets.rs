@@ -188,6 +188,19 @@ mod tests {
         assert!(sets.iter().all(|s| s.samples.len() >= 100), "{:?}", sets.iter().map(|s| s.samples.len()).collect::<Vec<_>>());
     }
 
+    /// Fails when a set changes and its checksum does not, or two samples of a set are equal.
+    #[test]
+    fn sets_are_as_listed() {
+        use sha2::Digest;
+        let listed: toml::Table = include_str!("../../calib/sets.toml").parse().unwrap();
+        for (row, (name, text)) in listed["set"].as_array().unwrap().iter().zip(BUILTIN) {
+            let sum: String = sha2::Sha256::digest(text).iter().map(|b| format!("{b:02x}")).collect();
+            assert_eq!((row["name"].as_str(), row["sha256"].as_str()), (Some(name), Some(sum.as_str())));
+            let lines: std::collections::HashSet<&str> = text.lines().collect();
+            assert_eq!(row["samples"].as_integer(), Some(lines.len() as i64), "{name}");
+        }
+    }
+
     #[test]
     fn a_line_without_text_is_named() {
         let error = json_lines(Path::new("x.jsonl"), "{\"text\": \"a\"}\n{\"texts\": 1}").unwrap_err();

@@ -27,8 +27,15 @@ pub struct TextArgs {
     pub max_memory: String,
 }
 
+impl TextArgs {
+    /// Nothing typed: the task sets, at the defaults.
+    pub fn tasks(device: Device) -> Self {
+        Self { text: None, protocol: "gguf".into(), window: None, max_windows: None, device, max_memory: "1GiB".into() }
+    }
+}
+
 /// Where results go besides the screen.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 pub struct ReportArgs {
     /// JSON report, the same object as --json.
     #[arg(long, default_value = "report.json", value_name = "FILE")]

@@ -5,6 +5,8 @@ mod doctor;
 mod inspect;
 mod logits;
 mod measure;
+mod prepare;
+mod profile_experts;
 mod quantize;
 mod run;
 mod verify;
@@ -14,6 +16,8 @@ pub use doctor::DoctorArgs;
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
+pub use prepare::PrepareArgs;
+pub use profile_experts::{ListFormat, ProfileExpertsArgs};
 pub use quantize::QuantizeArgs;
 pub use run::RunArgs;
 pub use verify::VerifyArgs;
@@ -44,12 +48,16 @@ pub struct Cli {
 pub enum Command {
     /// Show what a model is made of, and its size under each precision profile.
     Inspect(InspectArgs),
+    /// The whole pipeline: quantize, calibrate, profile the experts, generate; one report.
+    Prepare(PrepareArgs),
     /// Write a mixed-precision artifact of a 16-bit checkpoint.
     Quantize(QuantizeArgs),
     /// Measure what quantization did: perplexity, divergence of the outputs and of every router.
     Calibrate(CalibrateArgs),
     /// Measure the perplexity of a model; compare it with an expectation or a baseline.
     Perplexity(PerplexityArgs),
+    /// Find the experts that are used most, and what holding them is worth.
+    ProfileExperts(ProfileExpertsArgs),
     /// Generate text.
     Run(RunArgs),
     /// Write logits, hidden states and router outputs for given token ids.

@@ -49,3 +49,25 @@ pub struct RunArgs {
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
 }
+
+impl RunArgs {
+    /// Nothing typed but the model.
+    pub fn new(model: &std::path::Path, device: Device) -> Self {
+        Self {
+            model: model.to_path_buf(),
+            prompt: None,
+            prompt_file: None,
+            chat: false,
+            raw: false,
+            max_tokens: 256,
+            temperature: None,
+            top_k: None,
+            top_p: None,
+            min_p: None,
+            repeat_penalty: None,
+            seed: None,
+            stop: Vec::new(),
+            device,
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! `moe calibrate`: what quantization did to outputs and routers, and whether that is acceptable.
 
 use super::measure::{self, Material};
-use super::{Status, UserError, interrupt, open_model};
+use super::{Interrupt, Status, UserError, open_model};
 use crate::artifact::manifest::{self, Manifest};
 use crate::artifact::weights::Weights;
 use crate::calib::lockstep::{self, Candidate, Comparison};
@@ -11,7 +11,7 @@ use crate::cli::CalibrateArgs;
 use crate::files;
 use crate::ids::{Component, LayerId, Part, Role, TensorId};
 use crate::quant::format::{Bits, Format, Group};
-use crate::report::{self, Out};
+use crate::report::{Out, bytes, seconds, table};
 use anyhow::Result;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
@@ -44,6 +44,14 @@ const DEFINITIONS: [(&str, &str); 9] = [
 
 /// Runs the command.
 pub fn calibrate(args: &CalibrateArgs, out: Out) -> Result<Status> {
+    let report = report(args, out)?;
+    out.json(&report)?;
+    measure::write_reports(&report, &args.reports)?;
+    Ok(if report["verdict"] == "fail" { Status::Crossed } else { Status::Done })
+}
+
+/// Measures, prints, records the measurement in the artifact, and returns the report.
+pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
     let max_memory = measure::bytes(&args.text.max_memory)?;
     let max_increase = args.max_ppl_increase.as_deref().map(measure::share).transpose()?;
     let original = open_model(&args.original, args.text.device)?;
@@ -52,7 +60,7 @@ pub fn calibrate(args: &CalibrateArgs, out: Out) -> Result<Status> {
         let message = format!("`{}` is another model than `{}`", args.artifact.display(), args.original.display());
         return Err(UserError::new(message).hint("give the checkpoint that the artifact was made from").into());
     }
-    let tokenizer = measure::tokenizer(&args.original, &original)?;
+    let tokenizer = measure::tokenizer(&args.original, original.spec().vocab)?;
     let limit = original.spec().max_positions;
     let material = match &args.text.text {
         Some(path) => measure::from_text(path, &args.text, &tokenizer, limit)?,
@@ -60,12 +68,12 @@ pub fn calibrate(args: &CalibrateArgs, out: Out) -> Result<Status> {
     };
 
     let start = std::time::Instant::now();
-    let stop = interrupt()?;
+    let stop = Interrupt::install()?;
     let run = |candidates: &[Candidate], windows: &[Window], label: &str| -> Result<Vec<Comparison>> {
         let progress = out.count(lockstep::num_ticks(&original, windows), label);
         let found = lockstep::compare(&original, candidates, windows, max_memory, &mut || {
             progress.advance(1);
-            !stop()
+            !stop.pressed()
         })?;
         progress.finish();
         Ok(found)
@@ -93,10 +101,8 @@ pub fn calibrate(args: &CalibrateArgs, out: Out) -> Result<Status> {
     let mut report = report_of(args, &material, &found, &floor, &sensitivity, &judged);
     report["seconds"] = json!(start.elapsed().as_secs_f64());
     print(&report, &summary, &found, &floor, &material, &sensitivity, &judged, out);
-    out.json(&report)?;
-    measure::write_reports(&report, &args.reports)?;
     record(&args.artifact, &report, out)?;
-    Ok(if judged.verdict == "fail" { Status::Crossed } else { Status::Done })
+    Ok(report)
 }
 
 /// At most `most` windows, evenly spaced.
@@ -324,7 +330,7 @@ fn print(
         row("same top token", format!("{:.2} %", 100.0 * summary.same_top1), format!("{:.2} %", 100.0 * noise.same_top1)),
         row("RMS change of p", format!("{:.3} %", 100.0 * summary.rms_dp), format!("{:.1e} %", 100.0 * noise.rms_dp)),
     ];
-    out.line(report::table(&["output", "measured", "noise floor"], &rows));
+    out.line(table(&["output", "measured", "noise floor"], &rows));
     if !found.routers.is_empty() {
         out.line("");
         let rows: Vec<Vec<String>> = found
@@ -360,7 +366,7 @@ fn print(
             "gate mass",
             "hidden error",
         ];
-        out.line(report::table(&header, &rows));
+        out.line(table(&header, &rows));
     }
     if material.tasks.len() > 1 {
         out.line("");
@@ -380,7 +386,7 @@ fn print(
                 ]
             })
             .collect();
-        out.line(report::table(&["task", "tokens", "perplexity", "change", "KLD", "same top"], &rows));
+        out.line(table(&["task", "tokens", "perplexity", "change", "KLD", "same top"], &rows));
     }
     if !sensitivity.is_empty() {
         out.line("");
@@ -388,20 +394,15 @@ fn print(
             .iter()
             .map(|(item, kld)| {
                 let mb = item.added_bytes as f64 / 1e6;
-                vec![
-                    item.name.clone(),
-                    report::bytes(item.added_bytes),
-                    format!("{kld:.5}"),
-                    format!("{:.2e}", kld / mb.max(1e-9)),
-                ]
+                vec![item.name.clone(), bytes(item.added_bytes), format!("{kld:.5}"), format!("{:.2e}", kld / mb.max(1e-9))]
             })
             .collect();
-        out.line(report::table(&["quantized alone", "bytes to undo", "KLD", "KLD a MB"], &rows));
+        out.line(table(&["quantized alone", "bytes to undo", "KLD", "KLD a MB"], &rows));
     }
     out.line("");
     out.line(format!("{} tokens in {} windows; {}", summary.tokens, material.windows.len(), material.protocol));
     if let Some(s) = report["seconds"].as_f64() {
-        out.note(format!("measured in {}", report::seconds(s)));
+        out.note(format!("measured in {}", seconds(s)));
     }
 }
 

@@ -1,7 +1,6 @@
 //! What `perplexity` and `calibrate` share: windows from texts or task sets, and where reports go.
 
 use super::UserError;
-use crate::artifact::weights::Weights;
 use crate::calib::sets::{self, TaskSet};
 use crate::calib::windows::{self, Protocol, Window};
 use crate::cli::{ReportArgs, TextArgs};
@@ -26,9 +25,9 @@ pub struct Material {
 }
 
 /// A tokenizer that fits the model.
-pub fn tokenizer(dir: &Path, weights: &Weights) -> Result<Tokenizer> {
+pub fn tokenizer(dir: &Path, vocab: usize) -> Result<Tokenizer> {
     let tokenizer = Tokenizer::open(dir)?;
-    let (have, vocab) = (tokenizer.vocab_size(), weights.spec().vocab);
+    let have = tokenizer.vocab_size();
     if have > vocab {
         let message = format!("the tokenizer of `{}` has {have} entries, more than the model's {vocab}", dir.display());
         return Err(UserError::new(message).hint("tokenizer and weights come from different models").into());
@@ -101,7 +100,8 @@ pub fn from_tasks(
     })
 }
 
-fn sha256(bytes: &[u8]) -> String {
+/// Checksum in lower-case hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
     let mut digest = Sha256::new();
     digest.update(bytes);
     hex(digest)

@@ -7,6 +7,8 @@ mod inspect;
 pub mod logits;
 mod measure;
 mod perplexity;
+mod prepare;
+mod profile_experts;
 mod quantize;
 mod run;
 mod verify;
@@ -31,8 +33,8 @@ use crate::sample::SampleError;
 use crate::text::TextError;
 use anyhow::Result;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +72,7 @@ impl UserError {
 
 /// Runs a parsed command line.
 pub fn dispatch(cli: Cli) -> Result<Status> {
-    let out = Out { json: cli.json, quiet: cli.quiet };
+    let out = Out { json: cli.json, quiet: cli.quiet, nested: false };
     if let Some(n) = cli.threads {
         if n == 0 {
             return Err(UserError::new("`--threads` is 0, expected at least 1").into());
@@ -83,6 +85,8 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Quantize(args) => quantize::quantize(&args, out),
         Command::Calibrate(args) => calibrate::calibrate(&args, out),
         Command::Perplexity(args) => perplexity::perplexity(&args, out),
+        Command::Prepare(args) => prepare::prepare(&args, out),
+        Command::ProfileExperts(args) => profile_experts::profile_experts(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
         Command::Bench(args) => bench::bench(&args, out),
@@ -90,16 +94,34 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
     }
 }
 
-/// Installs a Ctrl-C handler and returns the question whether it was pressed; pressed twice, the process ends at once.
-fn interrupt() -> Result<impl Fn() -> bool> {
-    let pressed = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&pressed);
-    ctrlc::set_handler(move || {
-        if flag.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
+/// Whether Ctrl-C was pressed. A process has one handler; pressed twice, it ends at once.
+#[derive(Clone)]
+struct Interrupt(Arc<AtomicBool>);
+
+impl Interrupt {
+    /// Installs the handler, once.
+    fn install() -> Result<Self> {
+        static PRESSED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+        if let Some(pressed) = PRESSED.get() {
+            return Ok(Self(Arc::clone(pressed)));
         }
-    })?;
-    Ok(move || pressed.load(Ordering::Relaxed))
+        let pressed = Arc::clone(PRESSED.get_or_init(Arc::default));
+        let flag = Arc::clone(&pressed);
+        ctrlc::set_handler(move || {
+            if flag.swap(true, Ordering::Relaxed) {
+                std::process::exit(130);
+            }
+        })?;
+        Ok(Self(pressed))
+    }
+
+    fn pressed(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn clear(&self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
 }
 
 /// Opens a model for measuring layer by layer, which the processor does.

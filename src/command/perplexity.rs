@@ -1,7 +1,7 @@
 //! `moe perplexity`: one number, and whether it is the one expected.
 
 use super::measure::{self, Material};
-use super::{Status, UserError, interrupt, open_model};
+use super::{Interrupt, Status, UserError, open_model};
 use crate::calib::lockstep;
 use crate::calib::metrics::mean_stderr;
 use crate::cli::PerplexityArgs;
@@ -28,16 +28,16 @@ pub fn perplexity(args: &PerplexityArgs, out: Out) -> Result<Status> {
     let tolerance = measure::share(&args.tolerance)?;
     let max_memory = measure::bytes(&args.text.max_memory)?;
     let weights = open_model(&args.model, args.text.device)?;
-    let tokenizer = measure::tokenizer(&args.model, &weights)?;
+    let tokenizer = measure::tokenizer(&args.model, weights.spec().vocab)?;
     let material = measure::from_text(path, &args.text, &tokenizer, weights.spec().max_positions)?;
     let baseline = args.baseline.as_ref().map(|p| read_baseline(p, &material)).transpose()?;
 
     let progress = out.count(lockstep::num_ticks(&weights, &material.windows), "perplexity");
-    let stop = interrupt()?;
+    let stop = Interrupt::install()?;
     let start = std::time::Instant::now();
     let nll = lockstep::alone(&weights, &material.windows, max_memory, &mut || {
         progress.advance(1);
-        !stop()
+        !stop.pressed()
     })?;
     progress.finish();
     let (mean, stderr) = mean_stderr(nll.iter().copied());

@@ -1,6 +1,6 @@
 //! `moe run`: a prompt, a file, a pipe or a conversation, continued.
 
-use super::{Status, UserError, open_engine};
+use super::{Interrupt, Status, UserError, measure, open_engine};
 use crate::cli::RunArgs;
 use crate::engine::Engine;
 use crate::files;
@@ -10,10 +10,9 @@ use crate::report::Out;
 use crate::sample::{Sampler, SamplerConfig};
 use crate::text::{AddSpecial, GenerationConfig, Message, StopStrings, Tokenizer};
 use anyhow::Result;
+use serde_json::Value;
 use std::io::{BufRead, IsTerminal, Read, Write};
 use std::ops::ControlFlow;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Everything a generation needs besides its prompt.
 struct Session {
@@ -24,34 +23,33 @@ struct Session {
     stop: Vec<String>,
     max_tokens: usize,
     max_positions: usize,
-    interrupted: Arc<AtomicBool>,
+    interrupted: Interrupt,
     out: Out,
 }
 
 /// Runs the command.
 pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
-    let engine = open_engine(&args.model, args.device, out)?;
-    let tokenizer = Tokenizer::open(&args.model)?;
-    let vocab = engine.spec().vocab;
-    if tokenizer.vocab_size() > vocab {
-        return Err(UserError::new(format!(
-            "the tokenizer of `{}` has {} entries, more than the model's {vocab}",
-            args.model.display(),
-            tokenizer.vocab_size()
-        ))
-        .into());
+    let mut session = open(args, out)?;
+    if args.chat {
+        return converse(&mut session, args.prompt.as_deref());
     }
+    let report = complete(&mut session, args)?;
+    out.json(&report)?;
+    Ok(Status::Done)
+}
+
+/// Continues the prompt, printing as it goes, and returns what happened.
+pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
+    complete(&mut open(args, out)?, args)
+}
+
+fn open(args: &RunArgs, out: Out) -> Result<Session> {
+    let engine = open_engine(&args.model, args.device, out)?;
+    let tokenizer = measure::tokenizer(&args.model, engine.spec().vocab)?;
     let defaults = GenerationConfig::open(&args.model)?;
     let sampler = sampler(args, &defaults, out)?;
     let eos = if defaults.eos.is_empty() { tokenizer.eos().into_iter().collect() } else { defaults.eos.clone() };
-    let interrupted = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&interrupted);
-    ctrlc::set_handler(move || {
-        if flag.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })?;
-    let mut session = Session {
+    Ok(Session {
         max_positions: engine.spec().max_positions,
         engine,
         tokenizer,
@@ -59,10 +57,9 @@ pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
         eos,
         stop: args.stop.clone(),
         max_tokens: args.max_tokens,
-        interrupted,
+        interrupted: Interrupt::install()?,
         out,
-    };
-    if args.chat { converse(&mut session, args.prompt.as_deref()) } else { complete(&mut session, args) }
+    })
 }
 
 fn sampler(args: &RunArgs, defaults: &GenerationConfig, out: Out) -> Result<Sampler> {
@@ -85,7 +82,7 @@ fn sampler(args: &RunArgs, defaults: &GenerationConfig, out: Out) -> Result<Samp
     })?)
 }
 
-fn complete(session: &mut Session, args: &RunArgs) -> Result<Status> {
+fn complete(session: &mut Session, args: &RunArgs) -> Result<Value> {
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
         (None, Some(path)) => String::from_utf8(files::read(path)?).map_err(|e| {
@@ -108,7 +105,7 @@ fn complete(session: &mut Session, args: &RunArgs) -> Result<Status> {
         return Err(UserError::new("the prompt is empty, expected at least one token").into());
     }
     let (text, outcome) = answer(session, &mut history)?;
-    session.out.json(&serde_json::json!({
+    Ok(serde_json::json!({
         "prompt": prompt,
         "text": text,
         "finish": format!("{:?}", outcome.finish).to_lowercase(),
@@ -116,8 +113,7 @@ fn complete(session: &mut Session, args: &RunArgs) -> Result<Status> {
         "generated_tok": outcome.generated_tok,
         "ttft_ms": outcome.first_token.as_secs_f64() * 1e3,
         "decode_tok_s": outcome.tok_s(),
-    }))?;
-    Ok(Status::Done)
+    }))
 }
 
 fn converse(session: &mut Session, first: Option<&str>) -> Result<Status> {
@@ -143,7 +139,7 @@ fn converse(session: &mut Session, first: Option<&str>) -> Result<Status> {
             session.engine.release(SeqId(0));
         }
         history = tokens;
-        session.interrupted.store(false, Ordering::Relaxed);
+        session.interrupted.clear();
         let (text, _) = answer(session, &mut history)?;
         history.truncate(session.engine.cached(SeqId(0)));
         messages.push(Message { role: "assistant".into(), content: text });
@@ -158,7 +154,7 @@ fn read_line(session: &Session) -> Result<Option<String>> {
     let mut line = String::new();
     let read = std::io::stdin().lock().read_line(&mut line)?;
     let line = line.trim_end_matches(['\n', '\r']).to_string();
-    Ok((read > 0 && !line.is_empty() && !session.interrupted.load(Ordering::Relaxed)).then_some(line))
+    Ok((read > 0 && !line.is_empty() && !session.interrupted.pressed()).then_some(line))
 }
 
 /// Continues `history`, printing as it goes; returns the text and what happened.
@@ -185,7 +181,7 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
         }
     };
     let outcome = generate::generate(engine, SeqId(0), history, sampler, &limits, &mut |token| {
-        if interrupted.load(Ordering::Relaxed) {
+        if interrupted.pressed() {
             return ControlFlow::Break(());
         }
         let Some(token) = token else { return ControlFlow::Continue(()) };
@@ -212,7 +208,7 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
     emit(&stops.finish(), &mut text);
     out.line("");
     let why = match outcome.finish {
-        _ if interrupted.load(Ordering::Relaxed) => ", interrupted",
+        _ if interrupted.pressed() => ", interrupted",
         Finish::Length if context == session.max_positions => ", context full",
         _ => "",
     };

@@ -18,6 +18,8 @@ pub struct Names {
     shared: &'static str,
     /// Tensors holding all experts of a layer, inside the block: `[E, 2 F, D]` gate over up, and `[E, D, F]`.
     fused: [&'static str; 2],
+    /// Whether transformers 5.24 assembles per-expert tensors of this family.
+    pub assembled: bool,
 }
 
 impl Names {
@@ -28,6 +30,7 @@ impl Names {
         expert: ["w1", "w3", "w2"],
         shared: "shared_expert",
         fused: ["experts.gate_up_proj", "experts.down_proj"],
+        assembled: true,
     };
     /// Qwen3-MoE and OLMoE.
     pub const QWEN3_MOE: Names = Names { block: "mlp", expert: ["gate_proj", "up_proj", "down_proj"], ..Names::MIXTRAL };
@@ -36,8 +39,12 @@ impl Names {
     /// DeepSeek-V2.
     pub const DEEPSEEK: Names = Names { shared: "shared_experts", ..Names::QWEN3_MOE };
     /// Granite-MoE: always fused at the source; per-expert names follow vLLM's expert mapping for this family.
-    pub const GRANITE: Names =
-        Names { router: "router.layer", fused: ["input_linear.weight", "output_linear.weight"], ..Names::MIXTRAL };
+    pub const GRANITE: Names = Names {
+        router: "router.layer",
+        fused: ["input_linear.weight", "output_linear.weight"],
+        assembled: false,
+        ..Names::MIXTRAL
+    };
 
     /// Module that owns a tensor, as a checkpoint with per-expert tensors spells it, e.g.
     /// `model.layers.3.mlp.experts.17.gate_proj`.

@@ -254,19 +254,47 @@ fn dequantize_as<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32
     }
 }
 
-/// `dst[row - rows.start, t] = W[row] . x[t]` for `x`, `[T, cols]`, a group at a time straight from the packed words.
+/// Activations in the order in which a byte stream yields codes: in each block of 32 columns of 4-bit codes the even columns come
+/// before the odd ones, since one byte holds an even and an odd column. Columns past the last whole block of a group stay.
+struct Activations {
+    /// `[T, cols]`.
+    x: Vec<f32>,
+    /// `[T, cols / group]` sums of `x`, times the code of zero.
+    offsets: Vec<f32>,
+}
+
+impl Activations {
+    fn new(x: &[f32], w: &Packed<'_>) -> Self {
+        let half = w.bits.half() as f32;
+        let offsets = x.chunks_exact(w.group).map(|g| half * g.iter().sum::<f32>()).collect();
+        let mut x = x.to_vec();
+        if w.bits == Bits::Four {
+            for block in x.chunks_exact_mut(w.group).flat_map(|g| g.chunks_exact_mut(LANES)) {
+                let columns: [f32; LANES] = std::array::from_fn(|i| block[i]);
+                for i in 0..LANES / 2 {
+                    block[i] = columns[2 * i];
+                    block[i + LANES / 2] = columns[2 * i + 1];
+                }
+            }
+        }
+        Self { x, offsets }
+    }
+}
+
+/// `dst[row - rows.start, t] = W[row] . x[t]` for `x`, `[T, cols]`, a group at a time straight from the packed words. The code
+/// of zero is taken off once a group, through the sum of its activations.
 pub fn dot_rows(dst: &mut [f32], w: &Packed<'_>, rows: Range<usize>, x: &[f32], num_tok: usize) {
     let mut scales = vec![0.0; w.cols / w.group];
+    let x = Activations::new(x, w);
     for (out, row) in dst.chunks_exact_mut(num_tok).zip(rows) {
         w.row_scales(row, &mut scales);
-        let words = w.row_words(row);
-        dot_row(out, words, &scales, w, x);
+        dot_row(out, w.row_words(row), &scales, w, &x);
     }
 }
 
 /// One row against every token.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn dot_row(out: &mut [f32], words: &[u8], scales: &[f32], w: &Packed<'_>, x: &[f32]) {
+fn dot_row(out: &mut [f32], words: &[u8], scales: &[f32], w: &Packed<'_>, x: &Activations) {
     match w.bits {
         Bits::Four => dot_row_as::<4>(out, words, scales, w.group, x, w.cols),
         Bits::Eight => dot_row_as::<8>(out, words, scales, w.group, x, w.cols),
@@ -274,28 +302,47 @@ fn dot_row(out: &mut [f32], words: &[u8], scales: &[f32], w: &Packed<'_>, x: &[f
 }
 
 #[inline(always)]
-fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], scales: &[f32], group: usize, x: &[f32], cols: usize) {
-    let half = (1 << (BITS - 1)) as f32;
-    out.fill(0.0);
-    let group_bytes = group * BITS / 8;
-    for (g, (&scale, bytes)) in scales.iter().zip(words.chunks_exact(group_bytes)).enumerate() {
-        let whole = group / LANES * LANES;
-        for (t, out) in out.iter_mut().enumerate() {
-            let x = &x[t * cols + g * group..][..group];
-            let mut acc = [0.0f32; LANES];
-            for (x, bytes) in x.chunks_exact(LANES).zip(bytes.chunks_exact(LANES * BITS / 8)) {
-                let mut c = [0.0; LANES];
-                codes::<BITS>(&mut c, bytes);
-                for i in 0..LANES {
-                    acc[i] = c[i].mul_add(x[i], acc[i]);
-                }
+fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], scales: &[f32], group: usize, x: &Activations, cols: usize) {
+    let whole = group / LANES * LANES;
+    for (t, out) in out.iter_mut().enumerate() {
+        let (x, offsets) = (&x.x[t * cols..(t + 1) * cols], &x.offsets[t * scales.len()..(t + 1) * scales.len()]);
+        let mut total = [0.0f32; LANES];
+        let mut rest = 0.0;
+        let groups = words.chunks_exact(group * BITS / 8).zip(x.chunks_exact(group));
+        for (((bytes, x), &scale), offset) in groups.zip(scales).zip(offsets) {
+            let mut part = [0.0f32; LANES];
+            for (bytes, x) in bytes.chunks_exact(LANES * BITS / 8).zip(x.chunks_exact(LANES)) {
+                block::<BITS>(&mut part, bytes, x);
             }
-            let mut sum = tree_sum(acc);
+            for (total, part) in total.iter_mut().zip(part) {
+                *total = part.mul_add(scale, *total);
+            }
+            let mut tail = -offset;
             for (i, x) in x.iter().enumerate().skip(whole) {
                 let code = if BITS == 4 { (bytes[i / 2] >> (4 * (i % 2))) & 15 } else { bytes[i] };
-                sum += (code as f32 - half) * x;
+                tail += code as f32 * x;
             }
-            *out += scale * sum;
+            rest += scale * tail;
+        }
+        *out = tree_sum(total) + rest;
+    }
+}
+
+/// `part += codes * x` for one block of 32 columns.
+#[inline(always)]
+fn block<const BITS: usize>(part: &mut [f32; LANES], bytes: &[u8], x: &[f32]) {
+    if BITS == 4 {
+        let (low, high) = part.split_at_mut(LANES / 2);
+        let (x_low, x_high) = x.split_at(LANES / 2);
+        for ((p, &b), &x) in low.iter_mut().zip(&bytes[..LANES / 2]).zip(x_low) {
+            *p = ((b & 15) as i32 as f32).mul_add(x, *p);
+        }
+        for ((p, &b), &x) in high.iter_mut().zip(&bytes[..LANES / 2]).zip(x_high) {
+            *p = ((b >> 4) as i32 as f32).mul_add(x, *p);
+        }
+    } else {
+        for ((p, &b), &x) in part.iter_mut().zip(&bytes[..LANES]).zip(x) {
+            *p = (b as i32 as f32).mul_add(x, *p);
         }
     }
 }

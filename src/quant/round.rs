@@ -82,12 +82,14 @@ pub enum RoundError {
     },
 }
 
-/// Scales tried, in hundredths of the absmax scale; ties go to the earlier one, positive before negative.
-fn grid(bits: Bits) -> std::ops::RangeInclusive<i32> {
-    match bits {
-        Bits::Four => 60..=105,
-        Bits::Eight => 94..=105,
-    }
+/// Scales tried, in hundredths of the absmax scale, which comes first and so wins ties: where nothing tells candidates apart,
+/// nothing is clipped. Positive comes before negative.
+fn grid(bits: Bits) -> impl Iterator<Item = i32> {
+    let lowest = match bits {
+        Bits::Four => 60,
+        Bits::Eight => 94,
+    };
+    [100].into_iter().chain((lowest..100).rev()).chain(101..=105)
 }
 
 /// Quantizes rows `src`, `[n, cols]`, into packed `words` and `scales`. `energy`, `[cols]`, weighs squared errors.
@@ -183,6 +185,8 @@ fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32
             None => errors(x, scale, half),
             Some(e) => weighted_errors(x, e, scale, half),
         };
+        let unit = (scale / absmax) * (scale / absmax);
+        let (positive, negative) = (positive * unit, negative * unit);
         if positive < least {
             (best, least) = (scale, positive);
         }
@@ -196,16 +200,17 @@ fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32
 /// Adding and subtracting this rounds to an integer, half to even, for magnitudes below 2^22.
 const ROUND: f32 = 12_582_912.0;
 
-/// What `scale` and `-scale` leave of a value: the codes of the latter are those of the former with the range mirrored.
+/// What `scale` and `-scale` leave of a value, in units of the scale, so that no square of a small weight underflows: the codes of
+/// the latter are those of the former with the range mirrored.
 #[inline(always)]
-fn residues(v: f32, inv: f32, scale: f32, half: f32) -> (f32, f32) {
+fn residues(v: f32, inv: f32, half: f32) -> (f32, f32) {
     let q = v.mul_add(inv, ROUND) - ROUND;
     let p = q.max(-half).min(half - 1.0);
     let n = q.max(1.0 - half).min(half);
-    ((-p).mul_add(scale, v), (-n).mul_add(scale, v))
+    (v.mul_add(inv, -p), v.mul_add(inv, -n))
 }
 
-/// Squared errors of a group with `scale` and with `-scale`.
+/// Squared errors of a group with `scale` and with `-scale`, in units of the scale squared.
 #[inline(always)]
 fn errors(x: &[f32], scale: f32, half: f32) -> (f32, f32) {
     const LANES: usize = 32;
@@ -213,13 +218,13 @@ fn errors(x: &[f32], scale: f32, half: f32) -> (f32, f32) {
     let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
     let chunks = x.chunks_exact(LANES);
     for (i, &v) in chunks.remainder().iter().enumerate() {
-        let (p, n) = residues(v, inv, scale, half);
+        let (p, n) = residues(v, inv, half);
         pos[i] = p * p;
         neg[i] = n * n;
     }
     for chunk in chunks {
         for ((pos, neg), &v) in pos.iter_mut().zip(&mut neg).zip(chunk) {
-            let (p, n) = residues(v, inv, scale, half);
+            let (p, n) = residues(v, inv, half);
             *pos = p.mul_add(p, *pos);
             *neg = n.mul_add(n, *neg);
         }
@@ -235,13 +240,13 @@ fn weighted_errors(x: &[f32], energy: &[f32], scale: f32, half: f32) -> (f32, f3
     let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
     let (chunks, weights) = (x.chunks_exact(LANES), energy.chunks_exact(LANES));
     for (i, (&v, w)) in chunks.remainder().iter().zip(weights.remainder()).enumerate() {
-        let (p, n) = residues(v, inv, scale, half);
+        let (p, n) = residues(v, inv, half);
         pos[i] = w * p * p;
         neg[i] = w * n * n;
     }
     for (chunk, weight) in chunks.zip(weights) {
         for (((pos, neg), &v), w) in pos.iter_mut().zip(&mut neg).zip(chunk).zip(weight) {
-            let (p, n) = residues(v, inv, scale, half);
+            let (p, n) = residues(v, inv, half);
             *pos = (p * w).mul_add(p, *pos);
             *neg = (n * w).mul_add(n, *neg);
         }

@@ -4,7 +4,10 @@
 //! error, so that a pipe carries results alone.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
+mod chart;
+mod digest;
 pub mod page;
+mod plain;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -18,12 +21,14 @@ pub struct Out {
     pub json: bool,
     /// No progress, no notes.
     pub quiet: bool,
+    /// Part of a larger command, whose JSON object will hold this one's.
+    pub nested: bool,
 }
 
 impl Out {
     /// The result as JSON, if JSON was asked for.
     pub fn json(&self, value: &impl Serialize) -> std::io::Result<()> {
-        if self.json {
+        if self.json && !self.nested {
             let mut out = std::io::stdout().lock();
             serde_json::to_writer_pretty(&mut out, value)?;
             writeln!(out)?;

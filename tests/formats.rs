@@ -1,0 +1,211 @@
+//! Packed formats: bit-equality with compressed-tensors, round trips, error bounds, products against decoded rows.
+//! New formats get a case in the fixture script and a row here.
+
+use moe::quant::format::{Bits, Format, Group, Packed, dot_rows, dot_rows_plain, fit};
+use moe::quant::round::{Method, RoundError, Rounding, quantize_rows};
+use moe::tensor::{Dtype, TensorView, decode, encode};
+use proptest::prelude::*;
+use safetensors::SafeTensors;
+
+fn how(format: Format, method: Method, scale_dtype: Dtype) -> Rounding {
+    let Format::Int { bits, group } = format else { panic!("{format} has no codes") };
+    Rounding { bits, group, method, scale_dtype, positive_scales: false }
+}
+
+fn quantize(src: &[f32], cols: usize, how: &Rounding) -> (Vec<u8>, Vec<u8>) {
+    let format = Format::Int { bits: how.bits, group: how.group };
+    let rows = src.len() / cols;
+    let (mut words, mut scales) =
+        (vec![0; 4 * rows * format.packed_cols(cols)], vec![0; how.scale_dtype.bytes(rows * format.scale_cols(cols))]);
+    quantize_rows(&mut words, &mut scales, src, cols, None, how).unwrap();
+    (words, scales)
+}
+
+fn packed<'a>(words: &'a [u8], scales: &'a [u8], rows: usize, cols: usize, how: &Rounding) -> Packed<'a> {
+    let group = match how.group {
+        Group::Of(n) => n,
+        Group::Channel => cols,
+    };
+    Packed { bits: how.bits, group, rows, cols, words, scales, scale_dtype: how.scale_dtype }
+}
+
+/// Words and scales of `absmax` equal the library's, bit for bit, for every source type and format; the matrices hold zero groups,
+/// spans of seven decades and ties. Fails if division is not rounded to the source type, or ties go away from zero.
+#[test]
+fn absmax_equals_compressed_tensors() {
+    let cases = [
+        ("int4_g128", Format::INT4_G128),
+        ("int4_g64", "int4:g64".parse().unwrap()),
+        ("int4_g32", "int4:g32".parse().unwrap()),
+        ("int8_g128", Format::INT8_G128),
+        ("int8_channel", Format::INT8_CHANNEL),
+    ];
+    for (name, dtype) in [("bf16", Dtype::BF16), ("f16", Dtype::F16), ("f32", Dtype::F32)] {
+        let path = format!("{}/tests/fixtures/compressed_tensors/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
+        let bytes = std::fs::read(path).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        for (case, format) in cases {
+            let tensor = |part: &str| file.tensor(&format!("{case}.{part}")).unwrap();
+            let weight = tensor("weight");
+            let src = TensorView { dtype, shape: weight.shape().to_vec(), bytes: weight.data() }.to_f32().unwrap();
+            let (words, scales) = quantize(&src, weight.shape()[1], &how(format, Method::Absmax, dtype));
+            assert!(words == tensor("weight_packed").data(), "{name} {case}: words differ");
+            assert!(scales == tensor("weight_scale").data(), "{name} {case}: scales differ");
+        }
+    }
+}
+
+/// The ladder: 128, 64, 32, 8 bits a row, source. Fails if a step is left out.
+#[test]
+fn the_ladder_finds_the_first_format_that_fits() {
+    let rows = [
+        (Format::INT4_G128, 2048, "int4:g128"),
+        (Format::INT4_G128, 704, "int4:g64"),
+        (Format::INT4_G128, 2880, "int4:g64"),
+        (Format::INT4_G128, 96, "int4:g32"),
+        (Format::INT4_G128, 40, "int8:channel"),
+        (Format::INT8_G128, 10944, "int8:g64"),
+        (Format::INT8_CHANNEL, 36, "int8:channel"),
+        (Format::INT4_G128, 30, "source"),
+    ];
+    for (wanted, cols, expected) in rows {
+        assert_eq!(fit(wanted, cols).to_string(), expected, "{wanted} for {cols} columns");
+    }
+}
+
+#[test]
+fn formats_print_as_they_parse() {
+    for text in ["source", "int4:g128", "int4:g32", "int8:g64", "int8:channel"] {
+        assert_eq!(text.parse::<Format>().unwrap().to_string(), text);
+    }
+    assert_eq!("int8".parse(), Ok(Format::INT8_G128));
+    assert!("int3".parse::<Format>().is_err() && "int4:g7".parse::<Format>().is_err());
+}
+
+/// Bytes of `mixed` for one expert matrix, by hand: 768 rows of 2048 columns are 786 432 bytes of codes and 24 576 of scales.
+#[test]
+fn sizes_count_codes_and_scales() {
+    assert_eq!(Format::INT4_G128.bytes(768, 2048, Dtype::BF16), 786_432 + 24_576);
+    assert_eq!(Format::INT4_G128.bits_per_weight(2048, Dtype::BF16), 4.125);
+}
+
+#[test]
+fn values_that_cannot_be_stored_are_named() {
+    let mut src = vec![0.5f32; 256];
+    src[200] = f32::INFINITY;
+    let how = Rounding { scale_dtype: Dtype::F16, ..how(Format::INT4_G128, Method::Search, Dtype::F16) };
+    let (mut words, mut scales) = (vec![0; 128], vec![0; 4]);
+    assert_eq!(quantize_rows(&mut words, &mut scales, &src, 256, None, &how), Err(RoundError::NonFinite { row: 0, col: 200 }));
+    src[200] = 1e6;
+    assert_eq!(
+        quantize_rows(&mut words, &mut scales, &src, 256, None, &how),
+        Err(RoundError::ScaleOverflow { row: 0, col: 128 })
+    );
+}
+
+/// Unit activation energies weigh nothing: the choice is that of the plain search. Fails if the weight enters squared and scaled.
+#[test]
+fn equal_energies_change_nothing() {
+    let src: Vec<f32> = (0..512).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.01).collect();
+    let how = how(Format::INT4_G128, Method::Search, Dtype::BF16);
+    let plain = quantize(&src, 256, &how);
+    let (mut words, mut scales) = (vec![0; plain.0.len()], vec![0; plain.1.len()]);
+    quantize_rows(&mut words, &mut scales, &src, 256, Some(&[1.0; 256]), &how).unwrap();
+    assert!(plain == (words, scales));
+}
+
+/// Where errors weigh nothing, or are too small to square, nothing is clipped: the scale is that of absmax. Fails if the first
+/// candidate of the grid is its lowest.
+#[test]
+fn search_without_evidence_keeps_the_absmax_scale() {
+    let src: Vec<f32> = (0..128).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.01).collect();
+    let search = how(Format::INT4_G128, Method::Search, Dtype::BF16);
+    let (mut words, mut scales) = (vec![0; 64], vec![0; 2]);
+    quantize_rows(&mut words, &mut scales, &src, 128, Some(&[0.0; 128]), &search).unwrap();
+    assert!(scales == quantize(&src, 128, &how(Format::INT4_G128, Method::Absmax, Dtype::BF16)).1);
+    let tiny: Vec<f32> = src.iter().map(|x| x * 1e-24).collect();
+    let error = |method| {
+        let how = how(Format::INT4_G128, method, Dtype::F32);
+        let (words, scales) = quantize(&tiny, 128, &how);
+        let mut back = vec![0.0; 128];
+        packed(&words, &scales, 1, 128, &how).dequantize_rows(&mut back, 0);
+        tiny.iter().zip(&back).map(|(a, b)| (*a as f64 - *b as f64).powi(2)).sum::<f64>()
+    };
+    assert!(error(Method::Search) < error(Method::Absmax));
+}
+
+fn sample() -> impl Strategy<Value = (Vec<f32>, Format, Dtype)> {
+    let formats = prop::sample::select(vec!["int4:g128", "int4:g64", "int4:g32", "int8:g128", "int8:channel"]);
+    let values = prop::collection::vec(-1.0f32..1.0, 3 * 384);
+    let scale = prop::sample::select(vec![1e-5f32, 0.03, 200.0]);
+    (values, formats, prop::sample::select(vec![Dtype::BF16, Dtype::F32]), scale)
+        .prop_map(|(v, f, d, s)| (v.into_iter().map(|x| x * s).collect(), f.parse().unwrap(), d))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// The search never leaves more squared error than absmax whose scale is on its grid, up to the single-precision sums that
+    /// choose it (1e-4 relative). Fails if the sign of the scale is lost in packing.
+    #[test]
+    fn search_is_at_least_as_close_as_absmax((src, format, dtype) in sample()) {
+        let error = |method| {
+            let how = how(format, method, dtype);
+            let (words, scales) = quantize(&src, 384, &how);
+            let mut back = vec![0.0; src.len()];
+            packed(&words, &scales, 3, 384, &how).dequantize_rows(&mut back, 0);
+            src.iter().zip(&back).map(|(a, b)| ((a - b) as f64).powi(2)).sum::<f64>()
+        };
+        let (search, absmax) = (error(Method::Search), error(Method::Absmax));
+        prop_assert!(search <= absmax * 1.0001, "{search} > {absmax}");
+    }
+
+    /// Products from packed words equal products of decoded rows to single-precision summation, 1e-5 of the norms' product. Fails
+    /// if a nibble is taken from the wrong half or a scale from the next group.
+    #[test]
+    fn products_agree_with_decoded_rows((src, format, dtype) in sample(), num_tok in 1usize..4) {
+        let how = how(format, Method::Search, dtype);
+        let (words, scales) = quantize(&src, 384, &how);
+        let w = packed(&words, &scales, 3, 384, &how);
+        let mut rows = vec![0.0; src.len()];
+        w.dequantize_rows(&mut rows, 0);
+        let x: Vec<f32> = (0..num_tok * 384).map(|i| ((i * 29 % 83) as f32 - 41.0) / 41.0).collect();
+        let mut found = vec![0.0; 2 * num_tok];
+        dot_rows(&mut found, &w, 1..3, &x, num_tok);
+        let mut bytes = vec![0; Dtype::F32.bytes(rows.len())];
+        encode(&mut bytes, Dtype::F32, &rows);
+        let mut plain = vec![0.0; 2 * num_tok];
+        dot_rows_plain(&mut plain, Dtype::F32, &bytes, 384, 1..3, &x, num_tok);
+        for r in 0..2 {
+            for t in 0..num_tok {
+                let (row, x) = (&rows[(r + 1) * 384..(r + 2) * 384], &x[t * 384..(t + 1) * 384]);
+                let exact: f64 = row.iter().zip(x).map(|(a, b)| *a as f64 * *b as f64).sum();
+                let norm = |v: &[f32]| v.iter().map(|x| (*x as f64).powi(2)).sum::<f64>().sqrt();
+                let bound = 1e-5 * norm(row) * norm(x) + 1e-30;
+                prop_assert!((found[r * num_tok + t] as f64 - exact).abs() <= bound);
+                prop_assert!((plain[r * num_tok + t] as f64 - exact).abs() <= bound);
+            }
+        }
+    }
+
+    /// Inside the range of codes no value moves by more than half a scale, plus a rounding of the product. Fails if codes are
+    /// truncated instead of rounded.
+    #[test]
+    fn absmax_moves_values_by_half_a_step((src, format, _) in sample()) {
+        let how = how(format, Method::Absmax, Dtype::F32);
+        let (words, scales) = quantize(&src, 384, &how);
+        let mut back = vec![0.0; src.len()];
+        packed(&words, &scales, 3, 384, &how).dequantize_rows(&mut back, 0);
+        let group = match how.group { Group::Of(n) => n, Group::Channel => 384 };
+        let mut s = vec![0.0; scales.len() / 4];
+        decode(&mut s, Dtype::F32, &scales);
+        let half = how.bits.half() as f32;
+        for (i, (a, b)) in src.iter().zip(&back).enumerate() {
+            let scale = s[i / group];
+            if *a <= (half - 1.0) * scale {
+                prop_assert!((a - b).abs() <= 0.5001 * scale, "{a} became {b} with scale {scale}");
+            }
+        }
+        prop_assert!(matches!(how.bits, Bits::Four | Bits::Eight));
+    }
+}
