@@ -492,11 +492,22 @@ impl Engine {
         let plain_top = matches!(router.select, crate::model::spec::Select::Top);
         self.fast.launch(launch::router_name(router.experts, plain_top, num_tok), router_grid, &args)?;
         let (f, k) = (f as i32, top_k as i32);
-        let args =
-            GateUpArgs { h, x: normed, slots: list, num_slots, pairs, t: num_tok as i32, d: width as i32, f, k, g: gate.group };
+        let args = GateUpArgs {
+            h,
+            x: normed,
+            slots: list,
+            num_slots,
+            pairs,
+            t: num_tok as i32,
+            d: width as i32,
+            f,
+            k,
+            g: gate.group,
+            stages: first.stages as i32,
+            columns: first.columns as i32,
+        };
         let name = |w: super::launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
-        let few = if launch::is_few(num_tok) { "_few" } else { "" };
-        self.fast.launch(&format!("moe_gate_up_{}{few}", name(g, &gate)), first, &args)?;
+        self.fast.launch(&format!("moe_gate_up_{}{}", name(g, &gate), first.variant), first.grid, &args)?;
         let args = DownArgs {
             y: x,
             add: x,
