@@ -346,11 +346,11 @@ DEV void linear_stream(const LinearArgs& a) {
   LINEAR_STREAM(NAME##_r, BITS, G, STAGE_RMS)   \
   LINEAR_STREAM(NAME##_n1, BITS, G, STAGE_NONE) \
   LINEAR_WIDE(NAME##_n2, BITS, G, 2)            \
-  LINEAR_WIDE(NAME##_n4, BITS, G, 4)
+  LINEAR_WIDE(NAME##_n4, BITS, G, (BITS == 4 && G == 32 ? 2 : 4))
 
 LINEAR(w4, 4, 128)
 LINEAR(w4_g64, 4, 64)
-LINEAR(w4_g32, 4, 32)
+LINEAR(w4_g32, 4, 32)  // n4 is n2 here: registers
 LINEAR(w8, 8, 128)
 LINEAR(w8_g64, 8, 64)
 LINEAR(w8_g32, 8, 32)

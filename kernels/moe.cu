@@ -12,10 +12,12 @@
 // Launch, step = 128 k for w4, 64 for w8; stride(c) = (c | 7) + 5; line(b) = ceil128(b) + 64:
 //   gate_up: own = 4 steps a warp, _few: 2; grid (ceil(F / 16), min(T K, E)), warps = clamp(ceil(D / step / own), 1, 8), threads
 //     32 * warps, shared 32 * line(min(64 own warps, D bits / 8)) + warps * (1280 + 16 * min(T, 8) * stride(own step / 8))
+//     _many: own = 2, up to 16 warps (w4_g32: 8), grid = what fits, up to ceil(F / 16) * min(T K, E); shared stages * 32 * D bits / 8
+//     + warps * (2560 + 16 * stages * columns * stride(step / 4))
 //   down: grid ceil(D / 16), warps 8 or 16 (w4_g32: 8), chunk_steps <= 6 and a whole number of groups, chunks = ceil(ceil(F / step) / chunk_steps),
 //     shared warps * 16 * (stages * (line(min(64 chunk_steps, F bits / 8)) + columns * stride(chunk_steps * step / 8))) + 64 * T K * chunks
 // Instances moe_{gate_up,down}_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c}; no suffix: G = 128, c: one scale a row; moe_gate_up_*_few: more
-// warps for each tile, faster for one or two tokens.
+// warps for each tile, faster for one or two tokens; moe_gate_up_*_many: blocks walk tiles, for three tokens and more, D <= 32 step.
 //
 // Floors: bytes of the chosen experts, 3 F D bits / 8 each, at read bandwidth; unpacking 13 instructions a word and lane.
 #include "common/stream.cuh"
@@ -28,6 +30,8 @@ struct GateUpArgs {
   const int* num_slots;
   const int* pairs;  // [T K], by slot
   int T, D, F, K, G;  // K: experts a token
+  int stages;         // _many: tiles in shared memory, 1 or 2
+  int columns;        // _many: tokens of an expert at a time, 1..8
 };
 struct DownArgs {
   float* y;
@@ -127,6 +131,107 @@ DEV void gate_up_tile(const GateUpArgs& a) {
     }
     if (n0 + 8 < count) __syncthreads();
   }
+}
+
+// The same with blocks that walk (expert, tile) pairs, weights and activations one or two pairs ahead; all of k in one round.
+template <int BITS, int G>
+DEV void gate_up_stream(const GateUpArgs& a) {
+  typedef Codes<BITS> C;
+  const int STEPS = 2, CHUNKS = STEPS * 4 * C::CHUNKS, SUB = Groups<BITS, G>::SUB;
+  extern __shared__ uint4 moe_sh[];
+  __shared__ u64 barrier_sh[2];
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2, x_stride = chunk_stride(CHUNKS), x_stage = a.columns * x_stride;
+  const int part = 8 * PARTIAL_STRIDE, parts = warps * 2 * part, row_bytes = a.D * BITS / 8, steps = div_up(a.D, C::STEP_K), step = warp * STEPS;
+  char* tile_sh = (char*)moe_sh;                                                              // [stages][gate, up][16][row_bytes]
+  float* partial_sh = (float*)(tile_sh + a.stages * 32 * row_bytes);                          // [2][warps][2][8][20]
+  uint4* x_sh = (uint4*)(partial_sh + 2 * parts) + warp * a.stages * x_stage;                 // [stages][columns][x_stride] a warp
+  const int tiles = (a.F + 15) / 16;
+  if (threadIdx.x < 2) stream_init(barrier_sh + threadIdx.x), stream_init_done();
+  __syncthreads();
+  dependency_wait();
+  dependents_launch();
+  const int items = *a.num_slots * tiles;
+  auto fetch = [&](int item, int stage) {  // one warp
+    if (item >= items) return;
+    const int slot_idx = item / tiles, row = (item - slot_idx * tiles) * 16, rows = a.F - row;
+    const ExpertSlot& slot = a.slots[slot_idx];
+    const u64 from = (u64)row * row_bytes;
+    u64* bar = barrier_sh + stage;
+    char* to = tile_sh + stage * 32 * row_bytes;
+    stream_expect(bar, 2 * stream_bytes(row_bytes, rows, row_bytes));
+    stream_rows(bar, to, row_bytes, (const char*)slot.gate_packed + from, row_bytes, rows, row_bytes);
+    stream_rows(bar, to + 16 * row_bytes, row_bytes, (const char*)slot.up_packed + from, row_bytes, rows, row_bytes);
+    stream_arrive(bar);
+  };
+  auto fetch_x = [&](int item, int stage, int n0) {  // each warp its part of k
+    if (item < items) {
+      const ExpertSlot& slot = a.slots[item / tiles];
+#pragma unroll 1
+      for (int n = 0; n < min_int(a.columns, slot.count - n0); n++) {
+        const int token = n0 + n < 8 ? slot.token[n0 + n] : a.pairs[slot.first + n0 + n] / a.K;
+        copy_row<BITS>(x_sh + stage * x_stage + n * x_stride, a.x + (size_t)token * a.D, step * C::STEP_K, a.D, CHUNKS);
+      }
+    }
+    copy_async_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < a.stages; i++) {
+    if (warp == 0) fetch(blockIdx.x + i * gridDim.x, i);
+    fetch_x(blockIdx.x + i * gridDim.x, i, 0);
+  }
+  int stage = 0, phase = 0, parity = 0;
+#pragma unroll 1
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int slot_idx = item / tiles, row = (item - slot_idx * tiles) * 16, next = item + a.stages * gridDim.x;
+    const ExpertSlot& slot = a.slots[slot_idx];
+    const int count = slot.count;
+    TileScales<BITS, G, STEPS> s_gate, s_up;
+    load_scales<BITS, G, STEPS>(s_gate, slot.gate_scale, row, a.F, a.D, step);
+    load_scales<BITS, G, STEPS>(s_up, slot.up_scale, row, a.F, a.D, step);
+    const char* codes_sh = tile_sh + stage * 32 * row_bytes;
+#pragma unroll 1
+    for (int n0 = 0; n0 < count; n0 += a.columns) {
+      const int used = min_int(a.columns, count - n0), column = min_int(g, used - 1);
+      if (n0 > 0) __syncwarp(), fetch_x(item, stage, n0);
+      if (n0 > 0 || a.stages == 1)
+        copy_async_wait<0>();
+      else
+        copy_async_wait<1>();
+      __syncwarp();
+      if (n0 == 0) stream_wait(barrier_sh + stage, phase);
+      float acc_gate[1][4] = {{0.f, 0.f, 0.f, 0.f}}, acc_up[1][4] = {{0.f, 0.f, 0.f, 0.f}};
+#pragma unroll
+      for (int c = 0; c < STEPS; c++) {
+        if (step + c >= steps) break;
+        uint4 x[1][C::CHUNKS], lo, hi;
+        read_chunks<BITS, 1>(x, x_sh + stage * x_stage, x_stride, &column, c);
+        read_codes(lo, hi, codes_sh, row_bytes, step + c);
+        step_products<BITS, SUB, 1>(acc_gate, lo, hi, s_gate.s[c], x);
+        read_codes(lo, hi, codes_sh + 16 * row_bytes, row_bytes, step + c);
+        step_products<BITS, SUB, 1>(acc_up, lo, hi, s_up.s[c], x);
+      }
+      float* sums_sh = partial_sh + parity * parts;
+      store_partial<1>(sums_sh + warp * 2 * part, acc_gate);
+      store_partial<1>(sums_sh + (warp * 2 + 1) * part, acc_up);
+      __syncthreads();
+      if (n0 + a.columns >= count) {
+        if (warp == 0) fetch(next, stage);
+        fetch_x(next, stage, 0);
+      }
+      for (int i = threadIdx.x; i < 32 * used; i += blockDim.x) {  // two threads an output: gate and up
+        const int r = (i >> 1) & 15, n = i >> 5, f = row + r;
+        float sum = 0.f;
+#pragma unroll 4
+        for (int k = 0; k < warps; k++) sum += sums_sh[(k * 2 + (i & 1)) * part + n * PARTIAL_STRIDE + r];
+        const float up = __shfl_xor_sync(0xffffffffu, sum, 1);
+        if ((i & 1) || f >= a.F) continue;
+        a.h[(size_t)slot_pair(slot, a.pairs, n0 + n) * a.F + (BITS == 4 ? nibble_position(f) : f)] = to_bf16(silu(sum) * up);
+      }
+      parity ^= 1;
+    }
+    if (++stage == a.stages) stage = 0, phase ^= 1;
+  }
+  copy_async_wait<0>();
 }
 
 template <int BITS, int G>
@@ -235,6 +340,7 @@ DEV void down_tile(const DownArgs& a) {
 #define MOE(NAME, BITS, G, GATE_UP, DOWN)                                                                                                             \
   extern "C" __global__ void __launch_bounds__(GATE_UP, 1) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { gate_up_tile<BITS, G, 4>(a); }     \
   extern "C" __global__ void __launch_bounds__(DOWN, 1) moe_gate_up_##NAME##_few(const __grid_constant__ GateUpArgs a) { gate_up_tile<BITS, G, 2>(a); } \
+  extern "C" __global__ void __launch_bounds__((BITS == 4 && G == 32 ? 256 : 512), 1) moe_gate_up_##NAME##_many(const __grid_constant__ GateUpArgs a) { gate_up_stream<BITS, G>(a); }  \
   extern "C" __global__ void __launch_bounds__(DOWN, 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_tile<BITS, G>(a); }
 
 MOE(w4, 4, 128, 768, 768)

@@ -356,21 +356,33 @@ static void run_router(const RouterArgs& a) {
 #define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c}
 static int few_most = 2;
 #define FEW(N) (const void*)moe_gate_up_##N##_few
-static void run_gate_up(const GateUpArgs& a, int bits, int max_slots) {
+static int gate_up_columns = 2, gate_up_stages = 2, many_most = 16;
+static bool gate_up_many = true;
+#define MANY(N) (const void*)moe_gate_up_##N##_many
+static void run_gate_up(GateUpArgs a, int bits, int max_slots) {
   static const void* many[7] = EXPERT_VARIANTS(gate_up);
   static const void* few[7] = {FEW(w4), FEW(w4_g64), FEW(w4_g32), FEW(w8), FEW(w8_g64), FEW(w8_g32), FEW(w8_c)};
+  if (gate_up_many && a.T > few_most && a.T <= many_most && a.D * bits / 8 <= (bits == 4 && a.G == 32 ? 1024 : 2048)) {
+    static const void* walk[7] = {MANY(w4), MANY(w4_g64), MANY(w4_g32), MANY(w8), MANY(w8_g64), MANY(w8_g32), MANY(w8_c)};
+    const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), warps = std::max(1, ((a.D + step - 1) / step + 1) / 2), tiles = (a.F + 15) / 16;
+    a.columns = std::min(a.T, gate_up_columns), a.stages = gate_up_stages;
+    const size_t shared = (size_t)a.stages * 32 * a.D * bits / 8 + (size_t)warps * (2560 + 16 * a.stages * a.columns * chunk_stride_of(step / 4));
+    const int fit = std::max(1, std::min<int>(227 * 1024 / (shared + 1024), 65536 / (warps * 32 * 128)));
+    launch(walk[row], dim3(std::min(tiles * max_slots, fit * num_sm)), 32 * warps, shared, a);
+    return;
+  }
   const int own = a.T <= few_most ? 2 : 4;
   const void** table = own == 2 ? few : many;
   const int step = 4 * 128 / bits, row = format_row(bits, a.G, a.D), warps = std::max(1, std::min(8, ((a.D + step - 1) / step + own - 1) / own));
   const size_t shared = 32ull * line(std::min(64 * own * warps, a.D * bits / 8)) + (size_t)warps * (1280 + 16 * std::min(a.T, 8) * chunk_stride_of(own * step / 8));
   launch(table[row], dim3((a.F + 15) / 16, max_slots), 32 * warps, shared, a);
 }
-static int down_warps = 8, down_steps = 6, down_stages = 2, down_columns = 2;
+static int down_warps = 16, down_steps = 6, down_stages = 2, down_columns = 1;
 static void run_down(DownArgs a, int bits) {
   static const void* table[7] = EXPERT_VARIANTS(down);
   const int step = 4 * 128 / bits, steps = (a.F + step - 1) / step, row = format_row(bits, a.G, a.F), warps = row == 2 ? 8 : down_warps, whole = a.G == a.F ? 1 : std::max(1, a.G / step);
   size_t shared = 1 << 20;
-  for (int most = down_steps; shared > 227 * 1024 && most > 0; most--)
+  for (int most = a.T == 1 ? std::min(3, down_steps) : down_steps; shared > 227 * 1024 && most > 0; most--)
     for (a.stages = down_stages; shared > 227 * 1024 && a.stages > 0; a.stages--) {
       int chunks = (steps + most - 1) / most;
       a.chunk_steps = ((steps + chunks - 1) / chunks + whole - 1) / whole * whole;
@@ -409,7 +421,7 @@ static void check_router_and_experts() {
     if (c.one) fill_bf16<<<8, 256>>>(w + (size_t)3 * D, D, 77, 1.f);
     int* counters = zeros<int>(80);
     for (int T : {1, 7, 8, 9, 33}) {
-      few_most = generic_router ? 64 : 0;
+      few_most = generic_router && T == 7 ? 64 : 0, gate_up_many = T != 8, many_most = 64;
       float *r = random_f32((size_t)T * D, 2.f), *gain = random_f32(D, .3f, 1.f), *shift = random_f32(D, .2f);
       if (c.one) {
         std::vector<float> row = widen(download(w + (size_t)3 * D, D)).size() ? std::vector<float>() : std::vector<float>();
@@ -449,7 +461,7 @@ static void check_router_and_experts() {
       if (c.one && num_slots != 1) failures++, printf("FAIL %s: meant one expert, got %d\n", name, num_slots);
 
       bf16* h = zeros<bf16>((size_t)T * K * F);
-      run_gate_up({h, a.normed, a.slots, a.num_slots, a.pairs, T, D, F, K, c.G == 0 ? D : c.G}, c.bits, std::min(T * K, E));
+      run_gate_up({h, a.normed, a.slots, a.num_slots, a.pairs, T, D, F, K, c.G == 0 ? D : c.G, 1, 1}, c.bits, std::min(T * K, E));
       std::vector<bf16> hb = download(h, (size_t)T * K * F);
       if (c.bits == 4) hb = natural(hb);
       std::vector<double> nd = widen(nb), hd = widen(hb), want_h((size_t)T * K * F), want_y((size_t)T * D);
@@ -693,7 +705,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b) {
       a.table = y.table, a.counters = b.counters + 1024, a.T = T, a.D = s.D, a.E = s.E, a.K = s.K, a.tokens = T == 1 ? 1 : router_tokens, a.norm = 1, a.eps = 1e-6f, a.nibble_order = 1, a.renorm = 1, a.scale = 1.f;
       run_router(a);
     }});
-    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.normed, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 128}, 4, std::min(T * s.K, s.E)); }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.normed, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 128, 1, 1}, 4, std::min(T * s.K, s.E)); }});
     ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 128, 0, 0, 0, 0.1f}, 4); }});
   }
   if (variant) ops.push_back({"norm", s.L, 0, [=] { launch((const void*)norm_rows, dim3(1, T), 256, 0, NormArgs{b.normed, b.x, m.final_gain, nullptr, s.D, 1, s.D, s.D, 0, 0, 0, 1, 1e-6f}); }});
@@ -774,7 +786,7 @@ int main(int argc, char** argv) {
     use_pdl = false;
     check_rows(), printf("rows: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     check_linear(), printf("linear: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
-    check_router_and_experts(), generic_router = true, check_router_and_experts(), generic_router = false, few_most = 2, printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
+    check_router_and_experts(), generic_router = true, check_router_and_experts(), generic_router = false, few_most = 2, gate_up_many = true, many_most = 16, printf("experts: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     check_attention(), printf("attention: %d checks, %d failures, worst %.2f of bound\n", checks, failures, worst), fflush(stdout);
     use_pdl = true;
   }
@@ -790,11 +802,10 @@ int main(int argc, char** argv) {
     measure(m, batches, has("kernels"));
     if (has("variants")) {
       use_pdl = false, printf("without dependent launch: "), measure(m, {1}, false), use_pdl = true;
-      few_most = 0, printf("gate_up four steps: "), measure(m, {1}, false), few_most = 8, printf("gate_up two steps: "), measure(m, {4, 8}, false), few_most = 2;
-      router_tokens = 4, printf("router by four: "), measure(m, {4, 32}, false), router_tokens = 1;
-      for (int w : {8, 16}) for (int c : {3, 6}) down_warps = w, down_steps = c, down_columns = w == 16 ? 1 : 2, printf("down warps %d steps %d: ", w, c), measure(m, {1, 4, 16}, false);
-      down_warps = 8, down_steps = 3, down_columns = 4, printf("down warps 8 steps 3 columns 4: "), measure(m, {16, 32}, false);
-      down_steps = 6, down_columns = 2;
+      gate_up_many = false, printf("gate_up by tile: "), measure(m, {4, 16, 32}, false), gate_up_many = true;
+      few_most = 0, printf("gate_up walking: "), measure(m, {1}, false), few_most = 2;
+      for (int c : {1, 4}) gate_up_columns = c, printf("gate_up columns %d: ", c), measure(m, {8, 32}, false);
+      gate_up_columns = 2, gate_up_stages = 1, printf("gate_up one stage: "), measure(m, {8, 32}, false), gate_up_stages = 2;
     }
   }
   return failures != 0;

@@ -357,6 +357,9 @@ fn compare(dir: &Path, storage: &Storage, trial: Trial) -> Result<Vec<Row>, Pari
     Ok(found)
 }
 
+/// Logits, experts and gates of a router.
+type Chosen = (Vec<f32>, Vec<u32>, Vec<f32>);
+
 /// What one row runs.
 enum Work {
     /// Steps on plain kernels, compared in every buffer.
@@ -382,8 +385,7 @@ fn one(
             device.set_slot(slot, &values)?;
         }
     }
-    type Routed = (Vec<f32>, Vec<u32>, Vec<f32>);
-    let mut routed: [Vec<Routed>; 2] = Default::default();
+    let mut routed: [Vec<Chosen>; 2] = Default::default();
     let mut keep = |side: usize, event: Event<'_>| {
         let Event::Routed { logits, experts, gates, .. } = event;
         routed[side].push((logits.to_vec(), experts.to_vec(), gates.to_vec()));

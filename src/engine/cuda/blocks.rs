@@ -240,14 +240,14 @@ impl Engine {
     }
 
     /// A product into its slot.
-    fn slot_output(&self, p: &Product) -> Output {
+    fn to_slot(&self, p: &Product) -> Output {
         let w = self.store.matrix(p.w);
         Output { w, bias: self.store.optional(p.b), at: self.at(p.dst), stride: w.rows, add: 0, scale: 1.0 }
     }
 
     /// A product that joins the residual.
-    fn residual_output(&self, p: &Product, scale: f32) -> Output {
-        Output { add: self.at(Slot::Residual), at: self.at(Slot::Residual), scale, ..self.slot_output(p) }
+    fn to_residual(&self, p: &Product, scale: f32) -> Output {
+        Output { add: self.at(Slot::Residual), at: self.at(Slot::Residual), scale, ..self.to_slot(p) }
     }
 
     fn note_width(&mut self, p: &Product) {
@@ -266,7 +266,7 @@ impl Engine {
         view: &View,
     ) -> Result<(), EngineError> {
         let num_tok = view.num_tok;
-        let outputs: Vec<Output> = first.iter().map(|p| self.slot_output(p)).collect();
+        let outputs: Vec<Output> = first.iter().map(|p| self.to_slot(p)).collect();
         self.products(Source::Normed(lead), &outputs, num_tok)?;
         first.iter().for_each(|p| self.note_width(p));
         let last_w = self.store.matrix(last.w);
@@ -285,7 +285,7 @@ impl Engine {
                     Step::Linear { dst, src, w, b } => {
                         let p = Product { dst: *dst, src: *src, w: *w, b: *b };
                         let from = Source::Floats(self.at(*src), self.work.row[*src as usize] as i32);
-                        self.products(from, &[self.slot_output(&p)], num_tok)?;
+                        self.products(from, &[self.to_slot(&p)], num_tok)?;
                         self.note_width(&p);
                     }
                     other => self.step(other, view)?,
@@ -293,7 +293,7 @@ impl Engine {
             }
             Source::Floats(self.at(Slot::Attn), self.work.row[Slot::Attn as usize] as i32)
         };
-        self.products(source, &[self.residual_output(last, scale)], num_tok)
+        self.products(source, &[self.to_residual(last, scale)], num_tok)
     }
 
     fn attention_fits(&self, part: &DecodePart, num_tok: usize) -> bool {
@@ -360,8 +360,8 @@ impl Engine {
         scale: f32,
         view: &View,
     ) -> Result<(), EngineError> {
-        self.products(Source::Normed(lead), &[self.slot_output(gate), self.slot_output(up)], view.num_tok)?;
-        self.second_half(gate, down, Output { add, at: into, scale, ..self.slot_output(down) }, view)
+        self.products(Source::Normed(lead), &[self.to_slot(gate), self.to_slot(up)], view.num_tok)?;
+        self.second_half(gate, down, Output { add, at: into, scale, ..self.to_slot(down) }, view)
     }
 
     /// The gated activation of two slots and the product after it.
@@ -405,11 +405,11 @@ impl Engine {
     ) -> Result<(), EngineError> {
         let Some(chunk) = self.expert_chunk(layer, router, f) else { return Ok(()) };
         if let Some(s) = shared {
-            let mut first = vec![self.slot_output(&s.gate), self.slot_output(&s.up)];
-            first.extend(s.router.as_ref().map(|r| self.slot_output(r)));
+            let mut first = vec![self.to_slot(&s.gate), self.to_slot(&s.up)];
+            first.extend(s.router.as_ref().map(|r| self.to_slot(r)));
             self.products(Source::Normed(lead), &first, view.num_tok)?;
             if s.router.is_some() {
-                self.second_half(&s.gate, &s.down, self.slot_output(&s.down), view)?;
+                self.second_half(&s.gate, &s.down, self.to_slot(&s.down), view)?;
             }
         }
         for start in (0..view.num_tok).step_by(chunk) {
@@ -422,7 +422,7 @@ impl Engine {
                 let grid = launch::parts((d as usize).div_ceil(256), view.num_tok, 256);
                 self.fast.launch("add_gated", grid, &AddGatedArgs { acc, add, gate, d, scale })?;
             }
-            Some(s) => self.second_half(&s.gate, &s.down, self.residual_output(&s.down, scale), view)?,
+            Some(s) => self.second_half(&s.gate, &s.down, self.to_residual(&s.down, scale), view)?,
             None => {}
         }
         Ok(())
@@ -492,11 +492,22 @@ impl Engine {
         let plain_top = matches!(router.select, crate::model::spec::Select::Top);
         self.fast.launch(launch::router_name(router.experts, plain_top, num_tok), router_grid, &args)?;
         let (f, k) = (f as i32, top_k as i32);
-        let args =
-            GateUpArgs { h, x: normed, slots: list, num_slots, pairs, t: num_tok as i32, d: width as i32, f, k, g: gate.group };
+        let args = GateUpArgs {
+            h,
+            x: normed,
+            slots: list,
+            num_slots,
+            pairs,
+            t: num_tok as i32,
+            d: width as i32,
+            f,
+            k,
+            g: gate.group,
+            stages: first.stages as i32,
+            columns: first.columns as i32,
+        };
         let name = |w: super::launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
-        let few = if launch::is_few(num_tok) { "_few" } else { "" };
-        self.fast.launch(&format!("moe_gate_up_{}{few}", name(g, &gate)), first, &args)?;
+        self.fast.launch(&format!("moe_gate_up_{}{}", name(g, &gate), first.variant), first.grid, &args)?;
         let args = DownArgs {
             y: x,
             add: x,

@@ -99,6 +99,9 @@ impl<T> During<T> for Result<T, DriverError> {
     }
 }
 
+/// Left in a block for what kernels declare statically: barriers, sums, lists.
+const STATIC_SHARED_BYTES: usize = 2 << 10;
+
 /// What a device is, for plans and reports.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Properties {
@@ -136,7 +139,7 @@ impl Properties {
     pub fn limits(&self) -> Limits {
         Limits {
             num_sm: self.num_sm as usize,
-            block_shared_bytes: self.block_shared_bytes as usize,
+            block_shared_bytes: (self.block_shared_bytes as usize).saturating_sub(STATIC_SHARED_BYTES),
             sm_shared_bytes: self.sm_shared_bytes as usize,
         }
     }

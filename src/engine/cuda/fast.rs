@@ -107,6 +107,8 @@ structs! {
         f: i32,
         k: i32,
         g: i32,
+        stages: i32,
+        columns: i32,
     }
     /// Second half.
     DownArgs in "moe.cu" {
@@ -257,9 +259,9 @@ fn names(program: &str) -> Vec<String> {
     match program {
         "linear.cu" => widths(true).flat_map(|w| ["s", "r", "n1", "n2", "n4"].map(|v| format!("linear_{w}_{v}"))).collect(),
         "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1"].map(String::from).to_vec(),
-        "moe.cu" => {
-            widths(false).flat_map(|w| ["moe_gate_up_X", "moe_gate_up_X_few", "moe_down_X"].map(|n| n.replace('X', w))).collect()
-        }
+        "moe.cu" => widths(false)
+            .flat_map(|w| ["moe_gate_up_X", "moe_gate_up_X_few", "moe_gate_up_X_many", "moe_down_X"].map(|n| n.replace('X', w)))
+            .collect(),
         "attention.cu" => [32, 64, 96, 128].map(|d| format!("attention_decode_d{d}")).to_vec(),
         "rows.cu" => ["norm_rows", "gated_act", "add_gated", "argmax_rows"].map(String::from).to_vec(),
         _ => Vec::new(),

@@ -113,6 +113,11 @@ impl Width {
         }
     }
 
+    /// Four groups a step take the most registers, hence half the warps.
+    fn is_widest(self) -> bool {
+        (self.bits, self.group) == (4, 32)
+    }
+
     /// Steps of a group, at least one.
     fn steps_a_group(self, cols: usize) -> usize {
         if self.group == cols { 1 } else { (self.group / step_cols(self.bits)).max(1) }
@@ -150,9 +155,9 @@ pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: b
         fits.then_some((LinearLaunch { variant, grid, stages }, tiles <= fit * limits.num_sm))
     };
     if columns > 1 {
-        let warps = runs.clamp(1, 8);
-        let shared = base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
-        return launched(warps, shared, 208, 1).map(|l| l.0);
+        let shared = |warps: usize| base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
+        let fewer = (0..4).map(|halvings| (runs.clamp(1, 8) >> halvings).max(1));
+        return fewer.into_iter().find_map(|warps| launched(warps, shared(warps), 208, 1)).map(|l| l.0);
     }
     let row_bytes = cols * width.bits / 8;
     let mut warps = runs.clamp(1, 8);
@@ -181,12 +186,12 @@ fn line(bytes: usize) -> usize {
 
 /// Tokens that a block of the fused router takes.
 pub fn router_tokens(num_tok: usize) -> usize {
-    if num_tok == 1 { 1 } else { 4 }
+    if num_tok <= 32 { 1 } else { 4 }
 }
 
 /// The narrowest instance of the fused router.
 pub fn router_name(experts: usize, plain_top: bool, num_tok: usize) -> &'static str {
-    match num_tok {
+    match router_tokens(num_tok) {
         _ if experts > 128 || !plain_top => "router_topk",
         1 => "router_topk_t1",
         _ => "router_topk_t4",
@@ -201,27 +206,41 @@ pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Li
     (shared <= limits.block_shared_bytes).then_some(grid)
 }
 
-/// Whether the first half of the experts runs the instance with more warps a tile.
-pub fn is_few(num_tok: usize) -> bool {
-    num_tok <= 2
+/// Which instance of the first half of the experts, and how it is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GateUpLaunch {
+    /// Ending of the kernel's name: more warps a tile for one or two tokens, blocks that walk tiles for some more.
+    pub variant: &'static str,
+    /// One block a tile and slot, or fewer that walk.
+    pub grid: Grid,
+    /// Tiles in shared memory.
+    pub stages: usize,
+    /// Tokens of an expert at a time.
+    pub columns: usize,
 }
 
 /// The first half of the experts.
-pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
+pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<GateUpLaunch> {
     let step = step_cols(width.bits);
-    let own = if is_few(num_tok) { 2 } else { 4 };
-    let mut warps = d.div_ceil(step).div_ceil(own).clamp(1, 8);
-    loop {
-        let weights = 32 * line((64 * own * warps).min(d * width.bits / 8));
-        let shared = weights + warps * (1280 + 16 * num_tok.min(8) * chunk_stride(own * step / 8));
+    let (row_bytes, tiles) = (d * width.bits / 8, f.div_ceil(16));
+    let one_round = row_bytes <= if width.is_widest() { 1024 } else { 2048 };
+    if (3..=16).contains(&num_tok) && one_round {
+        let (stages, columns, warps) = (2, num_tok.min(2), d.div_ceil(step).div_ceil(2).max(1));
+        let shared = stages * 32 * row_bytes + warps * (2560 + 16 * stages * columns * chunk_stride(step / 4));
         if shared <= limits.block_shared_bytes {
-            return Some(Grid::new([f.div_ceil(16), slots, 1], 32 * warps as u32).shared(shared));
+            let fit = (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * 128)).max(1);
+            let grid = Grid::new([(tiles * slots).min(fit * limits.num_sm), 1, 1], 32 * warps as u32).shared(shared);
+            return Some(GateUpLaunch { variant: "_many", grid, stages, columns });
         }
-        if warps == 1 {
-            return None;
-        }
-        warps /= 2;
     }
+    let (variant, own) = if num_tok <= 2 { ("_few", 2) } else { ("", 4) };
+    let fewer = (0..4).map(|halvings| (d.div_ceil(step).div_ceil(own).clamp(1, 8) >> halvings).max(1));
+    fewer.into_iter().find_map(|warps| {
+        let weights = 32 * line((64 * own * warps).min(row_bytes));
+        let shared = weights + warps * (1280 + 16 * num_tok.min(8) * chunk_stride(own * step / 8));
+        let grid = Grid::new([tiles, slots, 1], 32 * warps as u32).shared(shared);
+        (shared <= limits.block_shared_bytes).then_some(GateUpLaunch { variant, grid, stages: 1, columns: 1 })
+    })
 }
 
 /// How the second half of the experts is launched.
@@ -239,27 +258,28 @@ pub struct DownLaunch {
 
 /// The second half of the experts: the longest chunks and most stages that fit.
 pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<DownLaunch> {
-    const WARPS: usize = 8;
     const MOST_STEPS: usize = 6;
+    let warps = if width.is_widest() { 8 } else { 16 };
+    let longest = if num_tok == 1 { 3 } else { MOST_STEPS };
     let step = step_cols(width.bits);
     let (steps, whole) = (f.div_ceil(step), width.steps_a_group(f));
     if num_tok * top_k > 65535 {
         return None;
     }
-    for most in (1..=MOST_STEPS).rev() {
+    for most in (1..=longest).rev() {
         let chunk_steps = steps.div_ceil(steps.div_ceil(most)).next_multiple_of(whole);
         if chunk_steps > MOST_STEPS {
             continue;
         }
         let chunks = steps.div_ceil(chunk_steps);
-        let most_stages = if num_tok * top_k * chunks <= WARPS { 1 } else { 2 };
+        let most_stages = if num_tok * top_k * chunks <= warps { 1 } else { 2 };
         for stages in (1..=most_stages).rev() {
             let weights = stages * line((64 * chunk_steps).min(f * width.bits / 8));
-            let columns = num_tok.clamp(1, 2);
+            let columns = 1;
             let activations = stages * columns * chunk_stride(chunk_steps * step / 8);
-            let shared = WARPS * 16 * (weights + activations) + 64 * num_tok * top_k * chunks;
+            let shared = warps * 16 * (weights + activations) + 64 * num_tok * top_k * chunks;
             if shared <= limits.block_shared_bytes {
-                let grid = Grid::new([d.div_ceil(16), 1, 1], 32 * WARPS as u32).shared(shared);
+                let grid = Grid::new([d.div_ceil(16), 1, 1], 32 * warps as u32).shared(shared);
                 return Some(DownLaunch { grid, chunk_steps, stages, columns });
             }
         }
