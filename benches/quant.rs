@@ -1,7 +1,7 @@
 //! Speed of rounding and of products with packed rows, bytes of the 16-bit source a second, one thread.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use moe::quant::format::{Bits, Group, Packed, dot_rows, dot_rows_plain};
+use moe::quant::format::{Activations, Bits, Group, Packed, dot_rows, dot_rows_plain};
 use moe::quant::round::{Method, Rounding, quantize_rows};
 use moe::tensor::{Dtype, encode};
 use std::hint::black_box;
@@ -51,7 +51,7 @@ fn products(c: &mut Criterion) {
         let packed =
             Packed { bits, group: 128, rows: ROWS, cols: COLS, words: &words, scales: &scales, scale_dtype: Dtype::BF16 };
         group.bench_function(format!("int{}:g128", bits.count()), |b| {
-            b.iter(|| dot_rows(&mut out, &packed, 0..ROWS, black_box(x), 1))
+            b.iter(|| dot_rows(&mut out, &packed, 0..ROWS, &Activations::new(black_box(x), &packed)))
         });
     }
     for dtype in [Dtype::BF16, Dtype::F32] {

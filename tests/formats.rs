@@ -1,7 +1,7 @@
 //! Packed formats: bit-equality with compressed-tensors, round trips, error bounds, products against decoded rows.
 //! New formats get a case in the fixture script and a row here.
 
-use moe::quant::format::{Bits, Format, Group, Packed, dot_rows, dot_rows_plain, fit};
+use moe::quant::format::{Activations, Bits, Format, Group, Packed, dot_rows, dot_rows_plain, fit};
 use moe::quant::round::{Method, RoundError, Rounding, quantize_rows};
 use moe::tensor::{Dtype, TensorView, decode, encode};
 use proptest::prelude::*;
@@ -171,7 +171,7 @@ proptest! {
         w.dequantize_rows(&mut rows, 0);
         let x: Vec<f32> = (0..num_tok * 384).map(|i| ((i * 29 % 83) as f32 - 41.0) / 41.0).collect();
         let mut found = vec![0.0; 2 * num_tok];
-        dot_rows(&mut found, &w, 1..3, &x, num_tok);
+        dot_rows(&mut found, &w, 1..3, &Activations::new(&x, &w));
         let mut bytes = vec![0; Dtype::F32.bytes(rows.len())];
         encode(&mut bytes, Dtype::F32, &rows);
         let mut plain = vec![0.0; 2 * num_tok];

@@ -256,7 +256,7 @@ fn dequantize_as<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32
 
 /// Activations in the order in which a byte stream yields codes: in each block of 32 columns of 4-bit codes the even columns come
 /// before the odd ones, since one byte holds an even and an odd column. Columns past the last whole block of a group stay.
-struct Activations {
+pub struct Activations {
     /// `[T, cols]`.
     x: Vec<f32>,
     /// `[T, cols / group]` sums of `x`, times the code of zero.
@@ -264,7 +264,8 @@ struct Activations {
 }
 
 impl Activations {
-    fn new(x: &[f32], w: &Packed<'_>) -> Self {
+    /// Orders `x`, `[T, cols]`, for products with `w`.
+    pub fn new(x: &[f32], w: &Packed<'_>) -> Self {
         let half = w.bits.half() as f32;
         let offsets = x.chunks_exact(w.group).map(|g| half * g.iter().sum::<f32>()).collect();
         let mut x = x.to_vec();
@@ -281,14 +282,14 @@ impl Activations {
     }
 }
 
-/// `dst[row - rows.start, t] = W[row] . x[t]` for `x`, `[T, cols]`, a group at a time straight from the packed words. The code
+/// `dst[row - rows.start, t] = W[row] . x[t]`, a group at a time straight from the packed words. The code
 /// of zero is taken off once a group, through the sum of its activations.
-pub fn dot_rows(dst: &mut [f32], w: &Packed<'_>, rows: Range<usize>, x: &[f32], num_tok: usize) {
+pub fn dot_rows(dst: &mut [f32], w: &Packed<'_>, rows: Range<usize>, x: &Activations) {
     let mut scales = vec![0.0; w.cols / w.group];
-    let x = Activations::new(x, w);
+    let num_tok = x.x.len() / w.cols;
     for (out, row) in dst.chunks_exact_mut(num_tok).zip(rows) {
         w.row_scales(row, &mut scales);
-        dot_row(out, w.row_words(row), &scales, w, &x);
+        dot_row(out, w.row_words(row), &scales, w, x);
     }
 }
 

@@ -4,7 +4,7 @@
 use super::matmul::{self, Rows};
 use crate::artifact::weights::{Data, Weight};
 use crate::checkpoint::CheckpointError;
-use crate::quant::format::{dot_rows, dot_rows_plain};
+use crate::quant::format::{Activations, dot_rows, dot_rows_plain};
 use rayon::prelude::*;
 
 /// Tokens up to which codes are expanded in registers rather than in tiles.
@@ -41,11 +41,17 @@ pub fn transposed(dst: &mut [f32], src: &[f32], w: &Weight<'_>) -> Result<(), Ch
     let few = num_tok <= FEW_TOKENS && !matches!(w.data, Data::Fp8 { .. });
     let task_rows = TASK_MACS.div_ceil(w.cols * num_tok).clamp(1, TILE_ROWS);
     let rows_each = if few { task_rows } else { TILE_ROWS.min(w.rows.div_ceil(rayon::current_num_threads()).max(8)) };
+    let ordered = match &w.data {
+        Data::Packed(p) if few => Some((p, Activations::new(src, p))),
+        _ => None,
+    };
     dst.par_chunks_mut(rows_each * num_tok).enumerate().try_for_each_init(Vec::new, |tile, (i, out)| {
         let (first, rows) = (i * rows_each, out.len() / num_tok);
-        match &w.data {
-            Data::Packed(p) if few => dot_rows(out, p, first..first + rows, src, num_tok),
-            Data::Plain { dtype, bytes } if few => dot_rows_plain(out, *dtype, bytes, w.cols, first..first + rows, src, num_tok),
+        match (&w.data, &ordered) {
+            (_, Some((p, x))) => dot_rows(out, p, first..first + rows, x),
+            (Data::Plain { dtype, bytes }, _) if few => {
+                dot_rows_plain(out, *dtype, bytes, w.cols, first..first + rows, src, num_tok)
+            }
             _ => {
                 tile.resize(rows * w.cols, 0.0);
                 w.decode_rows(tile, first)?;
