@@ -60,7 +60,7 @@ pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
         let message = format!("`{}` is another model than `{}`", args.artifact.display(), args.original.display());
         return Err(UserError::new(message).hint("give the checkpoint that the artifact was made from").into());
     }
-    let tokenizer = measure::tokenizer(&args.original, original.spec().vocab)?;
+    let tokenizer = measure::tokenizer(&args.original, original.spec())?;
     let limit = original.spec().max_positions;
     let material = match &args.text.text {
         Some(path) => measure::from_text(path, &args.text, &tokenizer, limit)?,

@@ -5,6 +5,7 @@ use crate::calib::sets::{self, TaskSet};
 use crate::calib::windows::{self, Protocol, Window};
 use crate::cli::{ReportArgs, TextArgs};
 use crate::files;
+use crate::model::spec::ModelSpec;
 use crate::report::{self, Out};
 use crate::text::{AddSpecial, Tokenizer};
 use anyhow::Result;
@@ -25,9 +26,9 @@ pub struct Material {
 }
 
 /// A tokenizer that fits the model.
-pub fn tokenizer(dir: &Path, vocab: usize) -> Result<Tokenizer> {
+pub fn tokenizer(dir: &Path, spec: &ModelSpec) -> Result<Tokenizer> {
     let tokenizer = Tokenizer::open(dir)?;
-    let have = tokenizer.vocab_size();
+    let (have, vocab) = (tokenizer.vocab_size(), spec.vocab);
     if have > vocab {
         let message = format!("the tokenizer of `{}` has {have} entries, more than the model's {vocab}", dir.display());
         return Err(UserError::new(message).hint("tokenizer and weights come from different models").into());

@@ -28,7 +28,7 @@ pub fn perplexity(args: &PerplexityArgs, out: Out) -> Result<Status> {
     let tolerance = measure::share(&args.tolerance)?;
     let max_memory = measure::bytes(&args.text.max_memory)?;
     let weights = open_model(&args.model, args.text.device)?;
-    let tokenizer = measure::tokenizer(&args.model, weights.spec().vocab)?;
+    let tokenizer = measure::tokenizer(&args.model, weights.spec())?;
     let material = measure::from_text(path, &args.text, &tokenizer, weights.spec().max_positions)?;
     let baseline = args.baseline.as_ref().map(|p| read_baseline(p, &material)).transpose()?;
 

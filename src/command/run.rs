@@ -45,7 +45,7 @@ pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
 
 fn open(args: &RunArgs, out: Out) -> Result<Session> {
     let engine = open_engine(&args.model, args.device, out)?;
-    let tokenizer = measure::tokenizer(&args.model, engine.spec().vocab)?;
+    let tokenizer = measure::tokenizer(&args.model, engine.spec())?;
     let defaults = GenerationConfig::open(&args.model)?;
     let sampler = sampler(args, &defaults, out)?;
     let eos = if defaults.eos.is_empty() { tokenizer.eos().into_iter().collect() } else { defaults.eos.clone() };

@@ -112,7 +112,7 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
         None => Rule::Coverage(target),
     };
     rule.apply(&Counts::new(shape))?;
-    let tokenizer = measure::tokenizer(&args.model, weights.spec().vocab)?;
+    let tokenizer = measure::tokenizer(&args.model, weights.spec())?;
     let material = material(args, &tokenizer, weights.spec().max_positions, out)?;
 
     let start = std::time::Instant::now();
