@@ -143,6 +143,7 @@ fn the_fast_path_agrees() {
         println!("SKIPPED: {reason}");
         return;
     }
+    let mut wrong = Vec::new();
     for (family, dir) in checkpoints() {
         let reference = reference(&dir);
         let (num_tok, expected) = (reference.num_tok, &reference.tensors["logits"]);
@@ -171,9 +172,12 @@ fn the_fast_path_agrees() {
             errors.sort_by(f64::total_cmp);
             let (median, most) = (errors[errors.len() / 2], errors[errors.len() * 4 / 5]);
             println!("{family} {step} at a time: logits are off by {median:.2e}, four in five by less than {most:.2e}");
-            assert!(median < 6e-3 && most < 1e-2, "{family} {step} at a time: {median:.2e}, four in five {most:.2e}");
+            if !(median < 6e-3 && most < 1e-2) {
+                wrong.push((family.clone(), step, median, most));
+            }
         }
     }
+    assert!(wrong.is_empty(), "{wrong:?}");
 }
 
 /// Exact, since only the place of the same numbers changes. Fails if gate and up are swapped or rows are counted from the
