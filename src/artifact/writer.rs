@@ -1,6 +1,6 @@
 //! Writes an artifact: one streaming pass over the source, in the order in which the bytes leave.
 //!
-//! [`plan`] decides from headers alone what every tensor of the source becomes; [`write`] carries it out. Batches of row
+//! [`plan`] decides from headers alone what every tensor of the source becomes; [`write()`] carries it out. Batches of row
 //! chunks are computed in parallel while one thread writes and hashes the batch before, so that memory is bounded by three
 //! batches whatever the model. Must not know how formats were chosen.
 
