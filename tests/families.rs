@@ -4,7 +4,7 @@
 //! gets one in the first, other settings of its config one in the second.
 //!
 //! Tolerance: both sides compute in single precision with sums of a few hundred terms in different order, which leaves about
-//! 1e-6 relative; 1e-4 is a hundred times that and a hundredth of the smallest perturbation tried below.
+//! 5e-7 relative; 1e-5 is twenty times that and a third of the smallest perturbation tried below.
 
 use moe::artifact::weights::Weights;
 use moe::command::logits::{Outputs, compute};

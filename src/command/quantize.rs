@@ -1,6 +1,6 @@
 //! `moe quantize`: a plan from headers alone, then one pass over the weights.
 
-use super::{Status, UserError};
+use super::{Status, UserError, measure};
 use crate::artifact::config::Caveat;
 use crate::artifact::manifest::{Action, Manifest, Recipe};
 use crate::artifact::weights::Weights;
@@ -72,7 +72,11 @@ impl Request {
             .method
             .parse()
             .map_err(|_| UserError::new(format!("there is no method `{}`", args.method)).hint("methods are search and absmax"))?;
-        Ok(Self { profile, overrides, method, shard_bytes: parse_size(&args.shard_size)? })
+        let shard_bytes = measure::bytes(&args.shard_size).context("`--shard-size`")?;
+        if shard_bytes == 0 {
+            return Err(UserError::new("`--shard-size` is 0, expected a size such as 5GB").into());
+        }
+        Ok(Self { profile, overrides, method, shard_bytes })
     }
 
     fn recipe(&self, args: &QuantizeArgs) -> Recipe {
@@ -101,22 +105,6 @@ pub fn load_profile(name: &str) -> Result<Profile> {
 pub fn choice(decisions: &Decisions, id: TensorId) -> Choice {
     let decision = decisions.get(id);
     Choice { format: decision.format, reason: decision.reason.map(|r| r.to_string()) }
-}
-
-fn parse_size(text: &str) -> Result<u64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let scale: Option<u64> = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" | "B" => Some(1),
-        "KB" | "K" => Some(1_000),
-        "MB" | "M" => Some(1_000_000),
-        "GB" | "G" => Some(1_000_000_000),
-        "KIB" => Some(1 << 10),
-        "MIB" => Some(1 << 20),
-        "GIB" => Some(1 << 30),
-        _ => None,
-    };
-    let bytes = digits.trim().parse::<u64>().ok().zip(scale).and_then(|(n, s)| n.checked_mul(s)).filter(|&n| n > 0);
-    bytes.ok_or_else(|| UserError::new(format!("`--shard-size` is `{text}`, expected a size such as 5GB or 500MiB")).into())
 }
 
 /// Everything that stands in the way, found before the first byte is written.

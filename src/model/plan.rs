@@ -69,7 +69,7 @@ pub enum Step {
         /// Factor.
         scale: f32,
     },
-    /// Normalises each run of `width` elements at `offset` of a row, in place when `dst == src`.
+    /// Normalises the first `runs` runs of `width` elements of a row, in place when `dst == src`.
     Norm {
         /// Where to.
         dst: Slot,
@@ -224,7 +224,7 @@ pub struct Heads {
 }
 
 impl Step {
-    /// The layer whose state the step touches, for steps that name one.
+    /// Kind and tensor or layer, for profiles and errors.
     pub fn label(&self) -> String {
         let (name, id) = match self {
             Step::Embed { table, .. } => ("embed", Some(*table)),
