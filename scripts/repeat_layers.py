@@ -15,7 +15,7 @@ from pathlib import Path
 
 def tensors(model):
     """Name, dtype, shape and bytes of every tensor, read when asked for."""
-    for path in sorted(model.glob("*.safetensors")):
+    for path in sorted(model.glob("model*.safetensors")):
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
