@@ -450,3 +450,24 @@ fn inspect_says_first_what_it_is_and_how_big_it_would_be() {
         assert_eq!(value["profiles"].as_array().unwrap().len(), 5);
     }
 }
+
+/// What `inspect` says a profile would take is what `quantize` plans, to the byte, for every family and profile. Fails if shapes,
+/// scales or unquantized tensors are left out of the sum.
+#[test]
+fn inspect_and_quantize_agree_on_sizes() {
+    let run = |args: &[&str]| -> Value {
+        let out = assert_cmd::Command::cargo_bin("moe").unwrap().args(args).arg("--json").arg("--quiet").output().unwrap();
+        serde_json::from_slice(&out.stdout).unwrap_or_else(|_| panic!("{args:?}: {}", String::from_utf8_lossy(&out.stderr)))
+    };
+    let root = tempfile::tempdir().unwrap();
+    let output = root.path().join("out").to_string_lossy().to_string();
+    for family in ["deepseek_v2", "granitemoe", "mixtral", "qwen2_moe"] {
+        let model = folder(family).to_string_lossy().to_string();
+        let sizes = run(&["inspect", &model]);
+        for profile in sizes["profiles"].as_array().unwrap() {
+            let name = profile["name"].as_str().unwrap();
+            let plan = run(&["quantize", &model, "-o", &output, "--profile", name, "--dry-run"]);
+            assert_eq!(profile["bytes"], plan["totals"]["bytes"], "{family} as {name}");
+        }
+    }
+}

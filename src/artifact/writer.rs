@@ -153,7 +153,7 @@ pub struct Plan {
 /// Decides what every tensor of the source becomes.
 pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes: u64) -> Result<Plan, ArtifactError> {
     let checkpoint = weights.checkpoint();
-    let scale_dtype = config::model_dtype(checkpoint.config()).unwrap_or_else(|| own_dtype(weights));
+    let scale_dtype = scale_dtype(weights);
     let mut planner = Planner {
         weights,
         scale_dtype,
@@ -185,8 +185,11 @@ pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes:
     Ok(Plan { shards, rows, config, caveats: quantization.caveats, scale_dtype, totals })
 }
 
-/// The type of the first plain tensor, where the config names none.
-fn own_dtype(weights: &Weights) -> Dtype {
+/// The model's type, in which scales are stored; that of the first plain tensor where the config names none.
+pub fn scale_dtype(weights: &Weights) -> Dtype {
+    if let Some(dtype) = config::model_dtype(weights.checkpoint().config()) {
+        return dtype;
+    }
     let types = weights.tensors().iter().filter_map(|(id, _)| weights.dtype(*id));
     types.into_iter().find(|d| d.is_float()).unwrap_or(Dtype::BF16)
 }

@@ -1,18 +1,18 @@
 //! `moe inspect`: what a model is, how big it is, and how big it would be. Reads headers only.
 
 use super::Status;
-use super::quantize::choice;
+use crate::artifact::config::quantization_config;
 use crate::artifact::weights::{Stored, Weights};
-use crate::artifact::writer::{self, Plan};
+use crate::artifact::writer;
 use crate::cli::InspectArgs;
 use crate::ids::{Component, Role, TensorId};
 use crate::model::spec::{Attn, Ffn, ModelSpec, Moe};
-use crate::profile::precision::{Profile, decide};
+use crate::profile::precision::{Decisions, Profile, decide};
 use crate::quant::format::{Format, Group};
 use crate::report::{self, Out};
 use anyhow::Result;
+use rayon::prelude::*;
 use serde_json::{Map, Value, json};
-use std::collections::HashMap;
 
 /// Runs the command.
 pub fn inspect(args: &InspectArgs, out: Out) -> Result<Status> {
@@ -107,20 +107,21 @@ fn profile_sizes(weights: &Weights) -> Result<Vec<ProfileSize>> {
         return Ok(Vec::new());
     }
     Profile::names()
-        .into_iter()
+        .into_par_iter()
         .map(|name| {
             let profile = Profile::built_in(name)?;
             let decisions = decide(weights.tensors(), weights.spec().tied, &[], &profile);
-            let plan = writer::plan(weights, |id| choice(&decisions, id), u64::MAX)?;
-            let active_bytes = active_bytes(weights, &plan);
-            let caveats = plan.caveats.iter().map(|c| c.to_string()).collect();
+            let [bytes, model_bytes, active_bytes] = bytes_under(weights, &decisions);
+            let names = &weights.family().names;
+            let config = quantization_config(names, weights.tensors(), |id| decisions.format(id), weights.side_tensors());
+            let parameters: usize = weights.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
             Ok(ProfileSize {
                 name: name.into(),
                 about: profile.about,
-                bytes: plan.totals.bytes,
+                bytes,
                 active_bytes,
-                bpw: plan.totals.bpw,
-                caveats,
+                bpw: model_bytes as f64 * 8.0 / parameters.max(1) as f64,
+                caveats: config.caveats.iter().map(|c| c.to_string()).collect(),
             })
         })
         .collect()
@@ -130,13 +131,26 @@ fn is_quantized(weights: &Weights) -> bool {
     weights.tensors().iter().any(|(id, _)| matches!(weights.stored(*id), Some(Stored::Packed { .. })))
 }
 
-fn active_bytes(weights: &Weights, plan: &Plan) -> u64 {
-    let mut share_of: HashMap<String, f64> = HashMap::new();
-    for (id, _) in weights.tensors().iter().filter(|(id, _)| id.expert.is_none_or(|e| e.0 == 0)) {
-        share_of.insert(id.to_string().replacen("experts.0.", "experts.*.", 1), share(weights.spec(), *id));
+/// Bytes of all tensors, of the model's alone, and of those a token reads, were they stored as decided; what
+/// [`writer::plan`] would write, without planning where. A head stored beside a tied embedding counts as its copy.
+fn bytes_under(weights: &Weights, decisions: &Decisions) -> [u64; 3] {
+    const SHAPE_BYTES: usize = 16;
+    let scales = writer::scale_dtype(weights);
+    let (mut model, mut active) = (0, 0.0);
+    for (id, shape) in weights.tensors() {
+        let elements = shape.iter().product();
+        let bytes = match (decisions.format(*id), weights.stored(*id), &shape[..]) {
+            (format @ Format::Int { .. }, _, &[rows, cols]) => format.bytes(rows, cols, scales) + SHAPE_BYTES,
+            (_, Some(Stored::Fp8 { .. }), _) => scales.bytes(elements),
+            _ => weights.dtype(*id).map_or(0, |d| d.bytes(elements)),
+        };
+        model += bytes as u64;
+        active += bytes as f64 * share(weights.spec(), *id);
     }
-    let bytes = plan.rows.iter().filter_map(|r| Some(r.bytes as f64 * share_of.get(r.id.as_ref()?)?));
-    bytes.sum::<f64>().round() as u64
+    let entry = |name: &String| weights.checkpoint().entry(name).map_or(0, |e| e.range.len() as u64);
+    let twin = |name: &String| weights.spec().tied && name == "lm_head.weight";
+    let side: u64 = weights.side_tensors().iter().filter(|n| !twin(n)).map(entry).sum();
+    [model + side, model, active.round() as u64]
 }
 
 /// Numbers of equal parts into which engines can divide the model: heads, key/value heads (which may be repeated), and whole
@@ -165,8 +179,10 @@ fn expert_group(weights: &Weights) -> usize {
         Some(Format::Int { group: Group::Of(n), .. }) => n,
         Some(Format::Int { .. }) => 1,
         _ => Profile::built_in("mixed").ok().map_or(1, |p| {
-            let decisions = decide(weights.tensors(), weights.spec().tied, &[], &p);
             let expert = weights.tensors().iter().find(|(id, _)| id.expert.is_some());
+            let layer = expert.and_then(|(id, _)| id.layer);
+            let of_layer: Vec<_> = weights.tensors().iter().filter(|(id, _)| id.layer == layer).cloned().collect();
+            let decisions = decide(&of_layer, weights.spec().tied, &[], &p);
             match expert.map(|(id, _)| decisions.format(*id)) {
                 Some(Format::Int { group: Group::Of(n), .. }) => n,
                 _ => 1,
