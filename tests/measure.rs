@@ -224,3 +224,20 @@ fn a_tokenizer_larger_than_the_vocabulary_is_refused() {
     assert_eq!(out.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&out.stderr).contains("more than the model's 256"));
 }
+
+/// The whole pipeline leaves an artifact with its list of hot experts and one report; its JSON is one object.
+#[test]
+fn prepare_is_one_command_and_one_report() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = arg(&fixture("tiny"));
+    let out =
+        moe(dir.path(), &["prepare", &model, "-o", "made", "--samples", "4", "-n", "8", "--device", "cpu", "--json", "--quiet"]);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(report["verdict"], "pass");
+    assert_eq!(report["run"]["generated_tok"], 8);
+    assert!(number(&report, "/calibrate/kld/mean") > 0.0 && number(&report, "/profile/coverage/held_out") > 0.5);
+    for file in ["moe.json", "hot_experts.json", "report.json", "report.html"] {
+        assert!(dir.path().join("made").join(file).exists(), "{file}");
+    }
+}

@@ -28,7 +28,6 @@ pub fn prepare(args: &PrepareArgs, out: Out) -> Result<Status> {
     stage("profile experts");
     let profiled = profile_experts::profile(&profiling(args), inner)?;
     stage("run");
-    out.piece(if out.json { "" } else { &args.prompt });
     let ran = run::report(&generation(args), inner)?;
     let report = json!({
         "command": "prepare",

@@ -38,9 +38,13 @@ pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// Continues the prompt, printing as it goes, and returns what happened.
+/// Continues the prompt, printing it and what follows as it goes, and returns what happened.
 pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
-    complete(&mut open(args, out)?, args)
+    let mut session = open(args, out)?;
+    if let Some(prompt) = args.prompt.as_ref().filter(|_| !out.json) {
+        out.piece(prompt);
+    }
+    complete(&mut session, args)
 }
 
 fn open(args: &RunArgs, out: Out) -> Result<Session> {
