@@ -481,7 +481,8 @@ fn hash_file(path: &Path) -> Result<FileSum, FileError> {
     Ok(FileSum { name, bytes, sha256: hex(hash.finalize()) })
 }
 
-fn hex(digest: impl AsRef<[u8]>) -> String {
+/// Bytes of a digest in lower-case hexadecimal.
+pub fn hex(digest: impl AsRef<[u8]>) -> String {
     digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
 }
 

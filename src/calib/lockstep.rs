@@ -329,23 +329,10 @@ pub fn alone(
     max_memory: u64,
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<Vec<f64>, LockstepError> {
-    let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
-    let in_memory = (4 * rows * weights.spec().width) as u64 <= max_memory;
-    let mut walker = Walker::new(weights, usize::MAX, rows, in_memory)?;
-    walker.embed(windows)?;
-    let groups = groups(windows);
-    for l in 0..weights.spec().layers.len() {
-        for (first_row, windows) in &groups {
-            walker.layer(l, windows, *first_row)?;
-            if !tick() {
-                return Err(LockstepError::Interrupted);
-            }
-        }
-        walker.leave(l);
-    }
+    let mut walker = walk(weights, windows, max_memory, &mut |_| (), tick)?;
     let mut found = Vec::new();
-    for (first_row, windows) in &groups {
-        for part in scored(windows, *first_row).chunks(LOGIT_ROWS) {
+    for (first_row, windows) in groups(windows) {
+        for part in scored(windows, first_row).chunks(LOGIT_ROWS) {
             let rows: Vec<usize> = part.iter().map(|(row, ..)| *row).collect();
             let logits = walker.logits(&rows)?;
             let vocab = logits.len() / rows.len();
@@ -381,6 +368,17 @@ pub fn observe(
     on: &mut dyn FnMut(Choices<'_>),
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<(), LockstepError> {
+    walk(weights, windows, max_memory, on, tick).map(drop)
+}
+
+/// Takes one model through all its layers; the walker is left with the hidden states that the last one made.
+fn walk(
+    weights: &Arc<Weights>,
+    windows: &[Window],
+    max_memory: u64,
+    on: &mut dyn FnMut(Choices<'_>),
+    tick: &mut dyn FnMut() -> bool,
+) -> Result<Walker, LockstepError> {
     let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
     let in_memory = (4 * rows * weights.spec().width) as u64 <= max_memory;
     let mut walker = Walker::new(weights, usize::MAX, rows, in_memory)?;
@@ -398,7 +396,7 @@ pub fn observe(
         }
         walker.leave(layer);
     }
-    Ok(())
+    Ok(walker)
 }
 
 /// Passes that some windows take through a layer.

@@ -1,6 +1,7 @@
 //! What `perplexity` and `calibrate` share: windows from texts or task sets, and where reports go.
 
 use super::UserError;
+use crate::artifact::writer::hex;
 use crate::calib::sets::{self, TaskSet};
 use crate::calib::windows::{self, Protocol, Window};
 use crate::cli::{ReportArgs, TextArgs};
@@ -95,7 +96,7 @@ pub fn from_tasks(
     let names: Vec<String> = tasks.into_iter().map(|t| t.name).collect();
     Ok(Material {
         windows,
-        provenance: serde_json::json!({"source": format!("tasks {}", names.join(", ")), "sha256": hex(digest), "tokens": num_tok}),
+        provenance: serde_json::json!({"source": format!("tasks {}", names.join(", ")), "sha256": hex(digest.finalize()), "tokens": num_tok}),
         tasks: names,
         protocol: "task samples, one window each, every token but the first scored".into(),
     })
@@ -103,13 +104,7 @@ pub fn from_tasks(
 
 /// Checksum in lower-case hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
-    let mut digest = Sha256::new();
-    digest.update(bytes);
-    hex(digest)
-}
-
-fn hex(digest: Sha256) -> String {
-    digest.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    hex(Sha256::digest(bytes))
 }
 
 /// A size such as `24GiB`, `512MB` or `1000`.
