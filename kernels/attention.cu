@@ -2,7 +2,7 @@
 //
 //   o[h] = sum_s softmax_s(scale * q[h] . K[s, h / (H / Hk)]) V[s, h / (H / Hk)],   s in (position - window, position]
 //
-// q [T, H Dh], k, v [T, Hk Dh] f32 as the projections left them; o [T, H Dh] bf16 (natural or nibble order)
+// q [T, H Dh], k, v [T, Hk Dh] f32 as the projections left them; o [T, H Dh] f32
 // cache  k_pages, v_pages [page][Hk][16][Dh] bf16; page_table [T, max_pages] s32; positions [T] s32, of the new token
 // norm   0 none, 1 each head alone (gain [Dh]), 2 the whole row (gain [H Dh], [Hk Dh]); clip after it; cosines, sines
 //        [positions, rope_dim / 2] f32, pairs (i, i + rope_dim / 2) or (2 i, 2 i + 1) of the first rope_dim elements
@@ -21,7 +21,7 @@
 static const int PAGE = 16;  // tokens
 
 struct AttentionArgs {
-  bf16* out;
+  float* out;
   const float* q;
   const float* k;
   const float* v;
@@ -44,10 +44,7 @@ struct AttentionArgs {
   int rope_dim;
   int interleaved;
   int window;        // 0: none
-  int nibble_order;  // of out
   float scale;
-  const void* warm;  // bytes to pull into L2 meanwhile, or null
-  u64 warm_bytes;
 };
 
 // norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines
@@ -133,8 +130,8 @@ DEV void attention_decode(const AttentionArgs& a) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           const u32 lo[4] = {q_lo[b].x, q_hi[b].x, q_lo[b].y, q_hi[b].y}, hi[4] = {q_lo[b].z, q_hi[b].z, q_lo[b].w, q_hi[b].w};
-          mma_16x8x16(s[i], lo, key[i][b].x, key[i][b].y);
-          mma_16x8x16(s[i], hi, key[i][b].z, key[i][b].w);
+          mma_bf16(s[i], lo, key[i][b].x, key[i][b].y);
+          mma_bf16(s[i], hi, key[i][b].z, key[i][b].w);
         }
       }
     }
@@ -160,11 +157,6 @@ DEV void attention_decode(const AttentionArgs& a) {
       for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x)
         angle_sh[i] = i < half ? a.cosines[(size_t)position * half + i] : a.sines[(size_t)position * half + i - half];
       if (a.norm == 1 && threadIdx.x < DH / 32) prefetch_l2(a.q_gain + threadIdx.x * 32), prefetch_l2(a.k_gain + threadIdx.x * 32);
-      if (a.warm) {
-        const u64 block = ((u64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
-#pragma unroll 1
-        for (u64 i = (block * blockDim.x + threadIdx.x) * 128; i < a.warm_bytes; i += blocks * blockDim.x * 128) prefetch_l2((const char*)a.warm + i);
-      }
       dependency_wait();
       dependents_launch();
       const bool newest = split == splits - 1;
@@ -239,8 +231,8 @@ DEV void attention_decode(const AttentionArgs& a) {
     for (int n = 0; n < TILES; n += 2) {
       u32 b[4];
       ldmatrix_x4_trans(b, v_sh + (buffer * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
-      mma_16x8x16(o[n], p, b[0], b[1]);
-      mma_16x8x16(o[n + 1], p, b[2], b[3]);
+      mma_bf16(o[n], p, b[0], b[1]);
+      mma_bf16(o[n + 1], p, b[2], b[3]);
     }
     __syncwarp();
     page = next, buffer ^= 1;
@@ -261,18 +253,9 @@ DEV void attention_decode(const AttentionArgs& a) {
     if (t == 0) row[DH] = top[r], row[DH + 1] = sum[r];
   }
   __syncthreads();
-  bf16* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
+  float* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
   float* part = a.partial + ((size_t)seq * a.Hk + kv) * a.max_splits * 16 * stride;
-  auto store = [&](int h, int d, float4 v, float f) {
-    const u32 lo = bf16_pair(v.x * f, v.y * f), hi = bf16_pair(v.z * f, v.w * f);
-    bf16* at = out + h * DH;
-    if (!a.nibble_order) {
-      *(uint2*)(at + d) = make_uint2(lo, hi);
-    } else {
-      at[nibble_position(d)] = (bf16)lo, at[nibble_position(d + 1)] = (bf16)(lo >> 16);
-      at[nibble_position(d + 2)] = (bf16)hi, at[nibble_position(d + 3)] = (bf16)(hi >> 16);
-    }
-  };
+  auto store = [&](int h, int d, float4 v, float f) { *(float4*)(out + h * DH + d) = make_float4(v.x * f, v.y * f, v.z * f, v.w * f); };
 #pragma unroll 1
   for (int i = threadIdx.x; i < heads; i += blockDim.x) {
     const int h = i / (DH / 4), d = i % (DH / 4) * 4;
