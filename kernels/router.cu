@@ -326,7 +326,7 @@ DEV void route_run(const RouterArgs& a) {
         *(float4*)f = *(const float4*)from, *(float4*)(f + 4) = *(const float4*)(from + 4);
       }
       const size_t group = (size_t)(t0 + n) * groups + (c >> 4);
-      float* scale = a.x_scale + group;
+      float* scale = a.x_scale + (size_t)(t0 + n) * scale_row(groups) + (c >> 4);
       if (a.bits == 4) make_block<4>(a.x_q + group * Block<4>::BYTES, scale, c, f, c < end);
       if (a.bits == 8) make_block<8>(a.x_q + group * Block<8>::BYTES, scale, c, f, c < end);
       if (a.bits == 16) make_block<16>(a.x_q + group * Block<16>::BYTES, scale, c, f, c < end);

@@ -1,7 +1,7 @@
 // Work on rows: planes, gated sums, the sum over ranks, argmax. Memory bound, one block or a few a row.
 //
 // planes_w{4,8,16}: planes (common/planes.cuh) of n(x)[t], n = nothing, RMSNorm, LayerNorm or silu(x) * up; x [T, K] f32
-// moe_combine: y[t, d] = add[t, d] + scale * sum_rank gates[t, rank] d[t K + rank, d], ranks in order
+// moe_combine: y[t, d] = add[t, d] + scale * sum_rank gates[t, rank] pairs[t K + rank, d], ranks in order
 // add_gated:   acc[t, d] += scale * sigmoid(gate[t]) * add[t, d]; gate null for 1
 // argmax_rows: token[t] = first index of the largest logit; grid (blocks, T), last block of a row finishes
 // needs widths % 8 == 0, 16-byte aligned rows
@@ -10,7 +10,7 @@
 
 struct PlanesArgs {
   char* q;             // [T][groups][block]
-  float* scale;        // [T][groups]
+  float* scale;        // [T][groups, up to a multiple of 4]
   const float* x;
   const float* up;     // or null
   const float* gain;   // [K]
@@ -55,7 +55,7 @@ DEV void planes_row(const PlanesArgs& a) {
       }
     }
     const size_t group = (size_t)blockIdx.x * groups + (c >> 4);
-    make_block<BITS>(a.q + group * Block<BITS>::BYTES, a.scale + group, c, f, c < chunks);
+    make_block<BITS>(a.q + group * Block<BITS>::BYTES, a.scale + (size_t)blockIdx.x * scale_row(groups) + (c >> 4), c, f, c < chunks);
   }
 }
 extern "C" __global__ void __launch_bounds__(256) planes_w4(const __grid_constant__ PlanesArgs a) { planes_row<4>(a); }
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) planes_w16(const __grid_consta
 struct CombineArgs {
   float* y;
   const float* add;    // or null
-  const float* d;      // [T K, D]
+  const float* pairs;  // [T K, D]
   const float* gates;  // [T, K]
   int D, K;
   float scale;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(128) moe_combine(const __grid_const
 #pragma unroll 4
   for (int r = 0; r < a.K; r++) {
     const float gate = a.gates[blockIdx.y * a.K + r];
-    const float4 v = *(const float4*)(a.d + ((size_t)blockIdx.y * a.K + r) * a.D + k);
+    const float4 v = *(const float4*)(a.pairs + ((size_t)blockIdx.y * a.K + r) * a.D + k);
     sum.x += gate * v.x, sum.y += gate * v.y, sum.z += gate * v.z, sum.w += gate * v.w;
   }
   const size_t at = (size_t)blockIdx.y * a.D + k;

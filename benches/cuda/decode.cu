@@ -219,10 +219,10 @@ struct Planes {
   char* q;
   float* scale;
 };
-enum { S4, S8, H4, N32, N64, VARIANT_COUNT };
+enum { S4, H4, N32, N64, VARIANT_COUNT };
 static int format_row(int bits, int G, int K) { return bits == 16 ? 7 : bits == 8 ? (G == K ? 6 : G == 32 ? 5 : G == 64 ? 4 : 3) : G == 32 ? 2 : G == 64 ? 1 : 0; }
 static const void* linear_kernel(int row, int variant) {
-#define VARIANTS(N) {(const void*)linear_##N##_s4, (const void*)linear_##N##_s8, (const void*)linear_##N##_h4, (const void*)linear_##N##_n32, (const void*)linear_##N##_n64}
+#define VARIANTS(N) {(const void*)linear_##N##_s4, (const void*)linear_##N##_h4, (const void*)linear_##N##_n32, (const void*)linear_##N##_n64}
   static const void* table[8][VARIANT_COUNT] = {VARIANTS(w4), VARIANTS(w4_g64), VARIANTS(w4_g32), VARIANTS(w8), VARIANTS(w8_g64), VARIANTS(w8_g32), VARIANTS(w8_c), VARIANTS(w16)};
   return table[row][variant];
 }
@@ -242,7 +242,7 @@ static const size_t MOST_SHARED = 227 * 1024;
 static int blocks_each = 0, column_cost = 16;
 static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   const int row = format_row(bits, G, a.K), sub = subs(bits, G, a.K), depth = (variant == N32 || bits == 16 ? 2 : 3) + (variant == H4);
-  const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant == S4 || variant == H4 ? 1 : variant == S8 ? 2 : variant == N32 ? 8 : 16;
+  const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant == S4 || variant == H4 ? 1 : variant == N32 ? 8 : 16;
   size_t shared = 0;
   for (a.columns = variant < N32 ? a.T : std::min(4 * nt, (a.T + 7) / 8 * 8);; a.columns = a.columns / 2 / 8 * 8) {
     if (a.columns < (variant < N32 ? a.T : 8)) return false;
@@ -264,7 +264,7 @@ static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   launch(kernel, dim3(std::min(tiles, std::max(1, fit * num_sm / token_tiles)), token_tiles), 32 * wm * wk, shared, a);
   return true;
 }
-static Planes planes_for(int bits, int T, int K) { return {device<char>((size_t)T * groups_of_k(K) * (bits == 16 ? 512 : 256)), zeros<float>((size_t)T * groups_of_k(K))}; }
+static Planes planes_for(int bits, int T, int K) { return {device<char>((size_t)T * groups_of_k(K) * (bits == 16 ? 512 : 256)), zeros<float>((size_t)T * (groups_of_k(K) + 3) / 4 * 4 + 4 * (size_t)T)}; }
 static void run_planes(const Planes& p, int bits, const PlanesArgs& like, int T) {
   PlanesArgs a = like;
   a.q = p.q, a.scale = p.scale;
@@ -294,7 +294,7 @@ static void check_linear() {
         std::vector<float> before = download(y0, (size_t)T * c.r0);
         for (int i = 0; i < T * c.r0; i++) e0[i] = before[i] + 0.5 * (e0[i] + hb[i % c.r0]);
         for (int variant = 0; variant < VARIANT_COUNT; variant++) {
-          if (((variant == S4 || variant == H4) && T > 4) || (variant == S8 && T > 8) || (variant < N32 && norm == 2)) continue;
+          if ((variant < N32 && T > 4) || (variant < N32 && norm == 2)) continue;
           LinearArgs a = {};
           OK(cudaMemcpy(y0, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
           a.x = x, a.up = norm == 3 ? up : nullptr, a.x_q = p.q, a.x_scale = p.scale;
@@ -379,30 +379,70 @@ static void run_router(const RouterArgs& a) {
   const void* kernel = a.E > 128 || a.select || generic_router ? (const void*)router_topk : a.tokens == 1 ? (const void*)router_topk_t1 : (const void*)router_topk_t4;
   launch(kernel, dim3(8, (a.T + a.tokens - 1) / a.tokens), 256, shared, a);
 }
-enum { FEW, FEW2, MANY, MANY64 };
-static int few_most = 2, many_most = 48, few_variant = FEW;
-static void run_gate_up(GateUpArgs a, int bits, int G, int max_slots, int variant = -1) {
-#define GATE_UPS(N) {(const void*)moe_gate_up_##N##_few, (const void*)moe_gate_up_##N##_few2, (const void*)moe_gate_up_##N##_many, (const void*)moe_gate_up_##N##_n64}
-  static const void* table[8][4] = {GATE_UPS(w4), GATE_UPS(w4_g64), GATE_UPS(w4_g32), GATE_UPS(w8), GATE_UPS(w8_g64), GATE_UPS(w8_g32), GATE_UPS(w8_c), GATE_UPS(w16)};
-  if (variant < 0) variant = a.T <= few_most ? few_variant : a.T <= many_most ? MANY : MANY64;
-  const int sub = subs(bits, G, a.D), depth = (bits == 16 ? 2 : 3) + (variant < MANY), mt = variant == FEW2 ? 1 : 2, nt = variant < MANY ? 1 : variant == MANY ? 2 : 16, wm = variant < MANY ? 1 : 4, wk = variant < MANY ? 4 : variant == MANY ? 2 : 1;
-  a.columns = std::min(4 * nt, (a.T + 7) / 8 * 8);
-  size_t shared;
-  while ((shared = ring_bytes(bits, sub, mt, wm * wk, depth) + a.columns * block_bytes(bits) * wk * depth + reduction_bytes(nt, mt, wm, wk)) > MOST_SHARED) a.columns = a.columns / 2 / 8 * 8;
-  const void* kernel = table[format_row(bits, G, a.D)][variant];
-  const int tiles = (a.F + 8 * mt * wm - 1) / (8 * mt * wm), fit = occupancy(kernel, 32 * wm * wk, shared);
-  launch(kernel, dim3(tiles, std::min(max_slots, variant < MANY ? max_slots : std::max(1, fit * num_sm / tiles))), 32 * wm * wk, shared, a);
-}
-static void run_down_pairs(DownPairsArgs a, int bits, int G, int max_slots) {
+enum { GATE_S4, GATE_N64 };
+static int s4_most = 48, most_stages = 2, prefer_blocks = 1, cols_most = 4;
 #define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c, (const void*)moe_##K##_w16}
-  static const void* table[8] = EXPERT_VARIANTS(down_pairs);
+// columns and stages of a streaming kernel, most stages first; zero bytes where not even one stage fits
+template <class Args>
+static size_t fit_stream(Args& a, int bits, int G, int K, int rows, int nt, int wk, int items, const void* kernel, int threads) {
+  const int groups = groups_of_k(K), scales = bits == 16 ? 0 : G == K && G > 128 ? 1 : K / G, block = bits == 16 ? 512 : 256;
+  a.columns = std::min(std::min(4 * nt, a.T), cols_most);
+  const size_t red = 4ull * wk * 4 * nt * (rows + 8), stage = (size_t)rows * (K * bits / 8 + scales * 2) + 64 + (size_t)a.columns * (groups * block + (groups + 3) / 4 * 16);
+  size_t best = 0;
+  int best_flight = -1, stages = 0;
+  for (a.stages = 1; a.stages <= most_stages; a.stages++) {
+    const size_t shared = a.stages * stage + red;
+    if (shared > MOST_SHARED) break;
+    const int fit = occupancy(kernel, threads, shared), flight = prefer_blocks ? fit * 8 + a.stages : fit * a.stages * 8 + fit;
+    if (best && (items <= fit * num_sm || flight <= best_flight)) continue;
+    best = shared, best_flight = flight, stages = a.stages;
+  }
+  a.stages = stages;
+  return best;
+}
+static bool run_gate_up(GateUpArgs a, int bits, int G, int max_slots, int variant = -1) {
+#define GATE_UPS(N) {(const void*)moe_gate_up_##N##_s4, (const void*)moe_gate_up_##N##_n64}
+  static const void* table[8][2] = {GATE_UPS(w4), GATE_UPS(w4_g64), GATE_UPS(w4_g32), GATE_UPS(w8), GATE_UPS(w8_g64), GATE_UPS(w8_g32), GATE_UPS(w8_c), GATE_UPS(w16)};
+  const bool any = variant < 0;
+  if (any) variant = a.T <= s4_most ? GATE_S4 : GATE_N64;
+  const void* kernel = table[format_row(bits, G, a.D)][variant];
+  if (variant < GATE_N64) {
+    const int tiles = (a.F + 15) / 16;
+    const size_t shared = fit_stream(a, bits, G, a.D, 32, 1, 8, tiles * max_slots, kernel, 256);
+    if (!shared) return any ? run_gate_up(a, bits, G, max_slots, GATE_N64) : false;
+    const int fit = occupancy(kernel, 256, shared);
+    launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 256, shared, a);
+    return true;
+  }
+  const int sub = subs(bits, G, a.D), depth = bits == 16 ? 2 : 3;
+  a.columns = std::min(64, (a.T + 7) / 8 * 8);
+  size_t shared;
+  while ((shared = ring_bytes(bits, sub, 2, 4, depth) + a.columns * block_bytes(bits) * depth) > MOST_SHARED) a.columns = a.columns / 2 / 8 * 8;
+  const int tiles = (a.F + 63) / 64, fit = occupancy(kernel, 128, shared);
+  launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 128, shared, a);
+  return true;
+}
+static bool run_down_pairs(DownPairsArgs a, int bits, int G, int max_slots, int variant = -1) {
+#define DOWN_PAIRS_OF(N) {(const void*)moe_down_pairs_##N##_s4, (const void*)moe_down_pairs_##N##_n64}
+  static const void* table[8][2] = {DOWN_PAIRS_OF(w4), DOWN_PAIRS_OF(w4_g64), DOWN_PAIRS_OF(w4_g32), DOWN_PAIRS_OF(w8), DOWN_PAIRS_OF(w8_g64), DOWN_PAIRS_OF(w8_g32), DOWN_PAIRS_OF(w8_c), DOWN_PAIRS_OF(w16)};
+  const bool any = variant < 0;
+  if (any) variant = a.T > s4_most;
+  const void* kernel = table[format_row(bits, G, a.F)][variant];
+  if (!variant) {
+    const int tiles = (a.D + 63) / 64;
+    const size_t shared = fit_stream(a, bits, G, a.F, 64, 1, 2, tiles * max_slots, kernel, 256);
+    if (!shared) return any ? run_down_pairs(a, bits, G, max_slots, 1) : false;
+    const int fit = occupancy(kernel, 256, shared);
+    launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 256, shared, a);
+    return true;
+  }
   const int sub = subs(bits, G, a.F), depth = bits == 16 ? 2 : 3;
   a.columns = std::min(64, (a.T + 7) / 8 * 8);
   size_t shared;
   while ((shared = ring_bytes(bits, sub, 2, 4, depth) + a.columns * block_bytes(bits) * depth) > MOST_SHARED) a.columns = a.columns / 2 / 8 * 8;
-  const void* kernel = table[format_row(bits, G, a.F)];
   const int tiles = (a.D + 127) / 128, fit = occupancy(kernel, 128, shared);
   launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 128, shared, a);
+  return true;
 }
 static int line(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
 static int down_warps = 16, down_steps = 6, down_stages = 2, down_columns = 1;
@@ -488,11 +528,11 @@ static void check_router_and_experts() {
 
       float *h = zeros<float>((size_t)T * K * F), *y = random_f32((size_t)T * D, 1.f), *d = device<float>((size_t)T * K * D);
       std::vector<double> hd, want_h((size_t)T * K * F), want_y((size_t)T * D);
-      for (int variant = MANY64; variant >= 0; variant--) {
+      for (int variant = GATE_N64; variant >= 0; variant--) {
         OK(cudaMemset(h, 255, (size_t)T * K * F * 4));
-        run_gate_up({h, px.q, px.scale, a.slots, a.num_slots, a.pairs, T, D, F, K, 0}, c.bits, GD, std::min(T * K, E), variant);
+        if (!run_gate_up({h, px.q, px.scale, a.slots, a.num_slots, a.pairs, T, D, F, K, 0, 0}, c.bits, GD, std::min(T * K, E), variant)) continue;
         hd = widen(download(h, (size_t)T * K * F));
-        if (variant == MANY64)
+        if (variant == GATE_N64)
           for (int e = 0; e < E; e++) {
             std::vector<int> mine;
             for (int p = 0; p < T * K; p++) if (ids[p] == e) mine.push_back(p);
@@ -524,10 +564,14 @@ static void check_router_and_experts() {
       if (run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, 0, 0, 0, 0.7f}, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
       run_planes(ph, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 0.f}, T * K);
-      run_down_pairs({d, ph.q, ph.scale, a.slots, a.num_slots, a.pairs, T, D, F, K, 0}, c.bits, GF, std::min(T * K, E));
-      launch((const void*)moe_combine, dim3((D + 511) / 512, T), 128, 0, CombineArgs{y, y, d, a.gates, D, K, 0.7f});
-      snprintf(name, 128, "moe_down_pairs w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
-      compare(name, download(y, (size_t)T * D), want_y, 2e-4);
+      for (int variant = 0; variant < 2; variant++) {
+        OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
+        OK(cudaMemset(d, 255, (size_t)T * K * D * 4));
+        if (!run_down_pairs({d, ph.q, ph.scale, a.slots, a.num_slots, a.pairs, T, D, F, K, 0, 0}, c.bits, GF, std::min(T * K, E), variant)) continue;
+        launch((const void*)moe_combine, dim3((D + 511) / 512, T), 128, 0, CombineArgs{y, y, d, a.gates, D, K, 0.7f});
+        snprintf(name, 128, "moe_down_pairs w%d g%d E %d K %d D %d F %d T %d variant %d", c.bits, c.G, E, K, D, F, T, variant);
+        compare(name, download(y, (size_t)T * D), want_y, 2e-4);
+      }
       for (void* p : {(void*)r, (void*)gain, (void*)shift, (void*)a.logits, (void*)a.ids, (void*)a.gates, (void*)a.slots, (void*)a.num_slots, (void*)a.pairs, (void*)px.q, (void*)ph.q, (void*)h, (void*)y, (void*)d}) cudaFree(p);
     }
     for (auto* v : {&x.gate, &x.up, &x.down}) for (auto& s : *v) cudaFree(s.packed), cudaFree(s.scale);
@@ -678,7 +722,7 @@ static Model build(const Shape& s, int context, int max_batch) {
   OK(cudaDeviceSynchronize());
   return m;
 }
-static int staged_most = 4, pairs_from = 24, router_tokens = 1, max_splits_one = 32, wide_from = 33, head_variant = H4;
+static int staged_most = 4, pairs_from = 5, router_tokens = 1, max_splits_one = 32, wide_from = 33, head_variant = H4;
 struct Buffers {
   float *x, *q, *k, *v, *attn, *h, *d, *logits, *router_logits, *gates, *partial;
   Planes px, pa, ph, pe;
@@ -707,7 +751,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   }
   const double distinct = s.E * (1 - pow(1 - (double)s.K / s.E, T));
   const bool staged = T <= staged_most;
-  const int variant = staged ? (T <= 4 ? S4 : S8) : T < wide_from ? N32 : N64;
+  const int variant = staged ? S4 : T < wide_from ? N32 : N64;
   std::vector<Op> ops;
   ops.push_back({"reset", -1, 0, [=] { OK(cudaMemcpyAsync(b.x, x0, 4ull * T * s.D, cudaMemcpyDeviceToDevice, stream)); }});
   for (int l = 0; l < s.L; l++) {
@@ -741,13 +785,13 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
       a.table = y.table, a.counters = b.counters + 2048, a.T = T, a.D = s.D, a.E = s.E, a.K = s.K, a.tokens = T == 1 ? 1 : T > 64 ? 4 : router_tokens, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.renorm = 1, a.scale = 1.f;
       run_router(a);
     }});
-    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 0}, 4, 128, std::min(T * s.K, s.E)); }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
     bool whole = T < pairs_from;
     if (whole) {
       ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
       ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K); }});
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down_pairs({b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 0}, 4, 128, std::min(T * s.K, s.E)); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down_pairs({b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
       ops.push_back({"combine", l, 0, [=] { launch((const void*)moe_combine, dim3((s.D + 511) / 512, T), 128, 0, CombineArgs{b.x, b.x, b.d, b.gates, s.D, s.K, 0.1f}); }});
     }
   }
@@ -758,7 +802,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     LinearArgs a = {};
     a.x = b.x, a.x_q = b.px.q, a.x_scale = b.px.scale, a.norm = head_staged, a.gain = m.final_gain, a.eps = 1e-6f, a.T = rows, a.K = s.D, a.x_stride = s.D, a.num_matrices = 1;
     a.m[0] = {m.head.packed, m.head.scale, nullptr, nullptr, b.logits, s.V, s.V, 1.f, 0};
-    run_linear(a, 8, 128, head_staged ? (rows <= 4 ? head_variant : S8) : N64);
+    run_linear(a, 8, 128, head_staged ? head_variant : N64);
   }});
   if (decode) ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 4096, nullptr, s.V}); }});
   return ops;
@@ -837,7 +881,7 @@ int main(int argc, char** argv) {
     use_pdl = true;
   }
   staged_most = value("staged", staged_most), down_warps = value("down_warps", down_warps), down_steps = value("down_steps", down_steps), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
-  pairs_from = value("pairs_from", pairs_from), wide_from = value("wide_from", wide_from), few_most = value("few_most", few_most), few_variant = value("few", few_variant), many_most = value("many_most", many_most), column_cost = value("column_cost", column_cost);
+  pairs_from = value("pairs_from", pairs_from), wide_from = value("wide_from", wide_from), s4_most = value("s4_most", s4_most), prefer_blocks = value("prefer_blocks", prefer_blocks), cols_most = value("cols", cols_most), most_stages = value("stages", most_stages), column_cost = value("column_cost", column_cost);
   if (has("step")) {
     const int context = value("context", 512);
     Shape shape = has("mixtral") ? mixtral : qwen;
@@ -849,17 +893,13 @@ int main(int argc, char** argv) {
     measure(m, batches, has("kernels"));
     if (has("prefill")) measure(m, {512}, true, false);
     if (has("variants")) {
-      printf("gate_up 16 rows a tile (few2): "), few_variant = FEW2, measure(m, {1}, false), few_variant = FEW;
-      for (int n : {4, 8, 16}) printf("attention splits %d: ", n), max_splits_one = n, measure(m, {1, 4, 8, 16, 32}, false);
-      max_splits_one = 32;
-      printf("few up to 4: "), few_most = 4, measure(m, {4}, false);
-      printf("few2 up to 8: "), few_most = 8, few_variant = FEW2, measure(m, {4, 8}, false), few_most = 2, few_variant = FEW;
-      printf("n64 for gate_up: "), many_most = 2, measure(m, {8, 16, 32}, false), many_most = 48;
-      printf("staged to 8: "), staged_most = 8, measure(m, {8}, false), staged_most = 4;
-      printf("staged to 2: "), staged_most = 2, measure(m, {4}, false), staged_most = 4;
-      printf("pairs from 3: "), pairs_from = 3, measure(m, {4, 8, 16}, false), pairs_from = 24;
-      printf("head by s4: "), head_variant = S4, measure(m, {1}, false), head_variant = H4;
-      printf("n64 linear: "), wide_from = 5, measure(m, {16, 32}, false), wide_from = 33;
+      pairs_from = 5;
+      for (int n : {1, 2, 3}) printf("at most %d stages: ", n), most_stages = n, measure(m, {1, 8, 32}, n == 2);
+      prefer_blocks = 0;
+      for (int n : {2, 3}) printf("most in flight, at most %d stages: ", n), most_stages = n, measure(m, {1, 8, 32}, n == 2);
+      most_stages = 2, prefer_blocks = 1;
+      for (int n : {1, 2}) printf("%d columns: ", n), cols_most = n, measure(m, {8, 16}, false);
+      cols_most = 4;
     }
   }
   return failures != 0;

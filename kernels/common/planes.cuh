@@ -12,7 +12,7 @@
 //
 // A token's group is a block [piece][plane][lane t][16 bytes]. At four bits piece i of two is k 32 t + 16 i.., each run of eight as
 // 0 2 4 6 1 3 5 7; at eight bits k 64 i + 16 t.. of two; at sixteen k 32 i + 8 t.. of four. A row is [groups][block], its scales
-// [groups] f32 (absent at sixteen bits, but space is kept).
+// [groups, up to a multiple of 4] f32 (unused at sixteen bits).
 #pragma once
 #include "mma.cuh"
 
@@ -77,6 +77,8 @@ struct Form {
   static const int SUB = BITS == 16 ? 0 : G == 0 ? 1 : GROUP_K / G;
 };
 DEV int groups_of(int K) { return div_up(K, GROUP_K); }
+// Elements of a row of plane scales: whole 16 bytes.
+DEV int scale_row(int groups) { return (groups + 3) & ~3; }
 
 // Codes of rows g and g + 8 in one group as operands: signed, four bits times 16; bf16 as they are.
 template <int BITS>
