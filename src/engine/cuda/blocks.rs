@@ -236,9 +236,11 @@ impl Engine {
         let outputs: Vec<Output> = first.iter().map(|p| self.to_slot(p)).collect();
         self.products(Source::Normed(lead), &outputs, num_tok)?;
         first.iter().for_each(|p| self.note_width(p));
-        let fused = decode.filter(|d| view.decode && self.attention_fits(d, num_tok));
-        if let Some(part) = fused {
+        if let Some(part) = decode.filter(|d| view.decode && self.attention_fits(d, num_tok)) {
             self.decode_attention(middle, part, view)?;
+            self.work.row[Slot::Attn as usize] = part.heads.q * part.heads.dim;
+        } else if let Some(part) = decode.filter(|d| self.prefill_fits(d, num_tok)) {
+            self.prefill_attention(middle, part, view)?;
             self.work.row[Slot::Attn as usize] = part.heads.q * part.heads.dim;
         } else {
             let reads_normed = |s: &Step| matches!(s, Step::Linear { src: Slot::Normed, .. });
@@ -267,12 +269,25 @@ impl Engine {
         shared && self.fast.has(&format!("attention_decode_d{}", h.dim)) && h.q / h.kv <= 16 && num_tok <= launch::DECODE_TOK
     }
 
+    fn prefill_fits(&self, part: &DecodePart, num_tok: usize) -> bool {
+        let shared = launch::attention_prefill(part.heads.dim, part.heads.q, num_tok).shared_bytes as usize;
+        shared <= self.limits().block_shared_bytes && self.fast.has(&format!("attention_prefill_d{}", part.heads.dim))
+    }
+
+    /// Gains of queries and keys, which norm they are of, and its epsilon.
+    fn head_norms(&self, part: &DecodePart) -> (u64, u64, i32, f32) {
+        part.norms.map_or((0, 0, 0, 0.0), |(q, k, eps, width)| {
+            (self.store.matrix(q).data, self.store.matrix(k).data, if width == part.heads.dim { 1 } else { 2 }, eps)
+        })
+    }
+
     fn decode_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
         let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
         let cache = &self.caches[layer.0 as usize];
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
-        let mut args = AttentionArgs {
+        let (q_gain, k_gain, norm, eps) = self.head_norms(part);
+        let args = AttentionArgs {
             out: self.at(Slot::Attn),
             q: self.at(Slot::Q),
             k: self.at(Slot::K),
@@ -283,6 +298,8 @@ impl Engine {
             positions: view.positions,
             partial: self.work.partial.at(0),
             counters: self.work.counters.at(0),
+            q_gain,
+            k_gain,
             cosines: view.cosines,
             sines: view.sines,
             q_stride: q_width,
@@ -293,20 +310,73 @@ impl Engine {
             hk: h.kv as i32,
             max_pages: view.table_stride as i32,
             max_splits: launch::attention_splits(view.num_tok) as i32,
+            norm,
+            eps,
             clip: part.clip.unwrap_or(f32::INFINITY),
             rope_dim: self.spec.rope.dim as i32,
             interleaved: (self.spec.rope.pairing == Pairing::Interleaved) as i32,
             window: part.window.unwrap_or(0) as i32,
             scale: h.scale,
-            ..AttentionArgs::ZERO
         };
-        if let Some((q, k, eps, width)) = part.norms {
-            args.norm = if width == h.dim { 1 } else { 2 };
-            args.eps = eps;
-            (args.q_gain, args.k_gain) = (self.store.matrix(q).data, self.store.matrix(k).data);
-        }
         let grid = launch::attention(h.dim, h.kv, view.num_tok);
         self.fast.launch(&format!("attention_decode_d{}", h.dim), grid, &args)?;
+        self.count_keys();
+        Ok(())
+    }
+
+    /// Any number of new tokens: keys and values into the pages, then attention over them.
+    fn prefill_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
+        let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
+        let cache = &self.caches[layer.0 as usize];
+        let h = part.heads;
+        let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
+        let (q_gain, k_gain, norm, eps) = self.head_norms(part);
+        let (k_pages, v_pages) = (cache.keys.at(0), cache.values.as_ref().map_or(0, |b| b.at(0)));
+        let append = AppendArgs {
+            q: self.at(Slot::Q),
+            k: self.at(Slot::K),
+            v: self.at(Slot::V),
+            k_pages,
+            v_pages,
+            page_table: view.table,
+            positions: view.positions,
+            rows: view.rows,
+            q_gain,
+            k_gain,
+            cosines: view.cos,
+            sines: view.sin,
+            q_stride: q_width,
+            k_stride: kv_width,
+            v_stride: kv_width,
+            h: h.q as i32,
+            hk: h.kv as i32,
+            max_pages: view.table_stride as i32,
+            norm,
+            eps,
+            clip: part.clip.unwrap_or(f32::INFINITY),
+            rope_dim: self.spec.rope.dim as i32,
+            interleaved: (self.spec.rope.pairing == Pairing::Interleaved) as i32,
+        };
+        self.fast.launch(&format!("append_d{}", h.dim), launch::tokens(view.num_tok), &append)?;
+        let args = PrefillArgs {
+            out: self.at(Slot::Attn),
+            q: append.q,
+            k_pages,
+            v_pages,
+            page_table: view.table,
+            positions: view.positions,
+            rows: view.rows,
+            q_stride: q_width,
+            out_stride: q_width,
+            t: view.num_tok as i32,
+            h: h.q as i32,
+            hk: h.kv as i32,
+            max_pages: view.table_stride as i32,
+            window: part.window.unwrap_or(0) as i32,
+            scale: h.scale,
+        };
+        let grid = launch::attention_prefill(h.dim, h.q, view.num_tok);
+        self.fast.launch(&format!("attention_prefill_d{}", h.dim), grid, &args)?;
         self.count_keys();
         Ok(())
     }

@@ -174,6 +174,50 @@ structs! {
         window: i32,
         scale: f32,
     }
+    /// Keys and values of new tokens, and their queries made ready.
+    AppendArgs in "attention.cu" {
+        q: u64,
+        k: u64,
+        v: u64,
+        k_pages: u64,
+        v_pages: u64,
+        page_table: u64,
+        positions: u64,
+        rows: u64,
+        q_gain: u64,
+        k_gain: u64,
+        cosines: u64,
+        sines: u64,
+        q_stride: i32,
+        k_stride: i32,
+        v_stride: i32,
+        h: i32,
+        hk: i32,
+        max_pages: i32,
+        norm: i32,
+        eps: f32,
+        clip: f32,
+        rope_dim: i32,
+        interleaved: i32,
+    }
+    /// Attention of runs of new tokens.
+    PrefillArgs in "attention.cu" {
+        out: u64,
+        q: u64,
+        k_pages: u64,
+        v_pages: u64,
+        page_table: u64,
+        positions: u64,
+        rows: u64,
+        q_stride: i32,
+        out_stride: i32,
+        t: i32,
+        h: i32,
+        hk: i32,
+        max_pages: i32,
+        window: i32,
+        scale: f32,
+    }
     /// Planes of rows.
     PlanesArgs in "rows.cu" {
         q: u64,
@@ -280,7 +324,10 @@ fn names(program: &Source) -> Vec<String> {
             let forms = PROGRAMS.iter().filter_map(|p| p.form);
             forms.map(|f| format!("moe_down_{f}")).collect()
         }
-        "attention.cu" => [32, 64, 96, 128].map(|d| format!("attention_decode_d{d}")).to_vec(),
+        "attention.cu" => {
+            let each = |d| ["attention_decode", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
+            [32, 64, 96, 128].into_iter().flat_map(each).collect()
+        }
         "rows.cu" => {
             ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
         }

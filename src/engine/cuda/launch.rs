@@ -434,6 +434,12 @@ pub fn attention(head_dim: usize, kv_heads: usize, num_tok: usize) -> Grid {
     Grid::new([attention_splits(num_tok), kv_heads, num_tok], 128).shared(shared)
 }
 
+/// Attention of runs of new tokens.
+pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid {
+    const RUN: usize = 64;
+    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(5 * RUN * (head_dim + 8) * 2)
+}
+
 /// Greedy choice: enough blocks to read the logits of few rows at full speed.
 pub fn argmax(num_rows: usize) -> Grid {
     Grid::new([(64 / num_rows.max(1)).max(4), num_rows, 1], 256)
