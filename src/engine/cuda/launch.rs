@@ -193,6 +193,7 @@ pub struct LinearLaunch {
 
 /// A product of `num_tok` rows of `cols` with matrices of so many `rows`; `None` if a block would need too much shared memory.
 pub fn linear(width: Width, cols: usize, rows: &[usize], num_tok: usize, staged: bool, limits: Limits) -> Option<LinearLaunch> {
+    let num_tok = num_tok.max(1);
     let tall = rows.iter().sum::<usize>() >= TALL_ROWS;
     let few = num_tok <= FEW_TOK && !tall;
     let (depth, widest) = (width.depth(), width.is_widest() as usize);
@@ -252,7 +253,7 @@ impl Product {
             Some((cost, LinearLaunch { variant: self.variant, grid, columns }))
         };
         if staged {
-            return if num_tok <= self.most_tok { launched(num_tok.max(1)).map(|l| l.1) } else { None };
+            return if num_tok <= self.most_tok { launched(num_tok).map(|l| l.1) } else { None };
         }
         let most = num_tok.next_multiple_of(8).min(self.most_tok);
         let least = if self.k_warps > 1 { most } else { most.min(16) };
@@ -398,7 +399,7 @@ pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limi
     }
     let warps = if width.is_widest() { 8 } else { 16 };
     let groups = f.div_ceil(GROUP_K);
-    let longest = if num_tok == 1 { 3 } else { MOST_GROUPS };
+    let longest = if num_tok == 1 && groups <= MOST_GROUPS { MOST_GROUPS / 2 } else { MOST_GROUPS };
     for most in (1..=longest).rev() {
         let chunk = groups.div_ceil(groups.div_ceil(most));
         let chunks = groups.div_ceil(chunk);
@@ -423,7 +424,8 @@ pub fn combine(d: usize, num_tok: usize) -> Grid {
 
 /// Most blocks that share the pages of one sequence and head.
 pub fn attention_splits(num_tok: usize) -> usize {
-    (128 / num_tok.max(1)).clamp(1, 32)
+    let all = if num_tok <= 4 { 128 } else { 64 };
+    (all / num_tok.max(1)).clamp(1, 32)
 }
 
 /// Decode attention.
@@ -489,6 +491,10 @@ mod tests {
     #[test]
     fn runs_cover_the_tokens() {
         for t in 1..200 {
+            assert!(
+                linear(Width { bits: 8, group: 128 }, 2048, &[5120], 0, false, H200).is_some(),
+                "a pass that asks for no logits"
+            );
             for rows in [&[5120][..], &[2048], &[151_936]] {
                 let l = linear(Width { bits: 8, group: 128 }, 2048, rows, t, t <= STAGED_TOK, H200).unwrap();
                 let runs = l.grid.blocks[1] as usize;
