@@ -2,8 +2,8 @@
 
 use super::Status;
 use crate::artifact::config::quantization_config;
+use crate::artifact::plan;
 use crate::artifact::weights::{Stored, Weights};
-use crate::artifact::writer;
 use crate::cli::InspectArgs;
 use crate::ids::{Component, Role, TensorId};
 use crate::model::spec::{Attn, Ffn, ModelSpec, Moe};
@@ -132,10 +132,10 @@ fn is_quantized(weights: &Weights) -> bool {
 }
 
 /// Bytes of all tensors, of the model's alone, and of those a token reads, were they stored as decided; what
-/// [`writer::plan`] would write, without planning where. A head stored beside a tied embedding counts as its copy.
+/// [`plan::plan`] would write, without planning where. A head stored beside a tied embedding counts as its copy.
 fn bytes_under(weights: &Weights, decisions: &Decisions) -> [u64; 3] {
     const SHAPE_BYTES: usize = 16;
-    let scales = writer::scale_dtype(weights);
+    let scales = plan::scale_dtype(weights);
     let (mut model, mut active) = (0, 0.0);
     for (id, shape) in weights.tensors() {
         let elements = shape.iter().product();

@@ -13,9 +13,9 @@ mod quantize;
 mod run;
 mod verify;
 
+use crate::artifact::error::ArtifactError;
 use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::{Weights, WeightsError};
-use crate::artifact::writer::ArtifactError;
 use crate::calib::sets::SetError;
 use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;

@@ -3,8 +3,9 @@
 use super::{Status, UserError, measure};
 use crate::artifact::config::Caveat;
 use crate::artifact::manifest::{Action, Manifest, Recipe};
+use crate::artifact::plan::{self, Choice, Plan};
 use crate::artifact::weights::Weights;
-use crate::artifact::writer::{self, Choice, Plan};
+use crate::artifact::writer;
 use crate::cli::QuantizeArgs;
 use crate::files::{self, Existing, FileError};
 use crate::ids::{Component, Role, TensorId};
@@ -23,7 +24,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let weights = Weights::open(&args.model)?;
     let decisions = decide(weights.tensors(), weights.spec().tied, &request.overrides, &request.profile);
     let choose = |id| choice(&decisions, id);
-    let plan = writer::plan(&weights, choose, request.shard_bytes)?;
+    let plan = plan::plan(&weights, choose, request.shard_bytes)?;
     let problems = problems(args, &plan, &decisions);
     if args.dry_run || problems.is_empty() {
         show_plan(args, &weights, &request, &plan, &decisions, out)?;

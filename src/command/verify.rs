@@ -2,8 +2,8 @@
 
 use super::{Status, UserError};
 use crate::artifact::manifest::Manifest;
+use crate::artifact::sums::hash_files;
 use crate::artifact::weights::{Data, Stored, Weight, Weights};
-use crate::artifact::writer;
 use crate::cli::VerifyArgs;
 use crate::ids::TensorId;
 use crate::quant::format::{Format, Packed};
@@ -70,7 +70,7 @@ fn is_quantized(weights: &Weights, id: TensorId) -> bool {
 fn checksums(weights: &Weights, manifest: &Manifest) -> Result<Vec<String>> {
     let shards = weights.checkpoint().shards();
     let paths: Vec<&Path> = shards.iter().map(|s| s.path.as_path()).collect();
-    let sums = writer::hash_files(&paths, &AtomicUsize::new(0))?;
+    let sums = hash_files(&paths, &AtomicUsize::new(0))?;
     let mut problems = Vec::new();
     for wanted in &manifest.shards {
         match sums.iter().find(|s| s.name == wanted.name) {
