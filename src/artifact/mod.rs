@@ -3,6 +3,7 @@
 pub mod config;
 pub mod error;
 pub mod hot;
+pub mod inventory;
 pub mod layout;
 pub mod manifest;
 pub mod plan;

@@ -6,7 +6,7 @@ use super::manifest::{self, FileSum, Manifest, Recipe, Source, VERSION};
 use super::plan::Plan;
 use super::stream::write_shards;
 use super::sums::{hash_files, hex};
-use super::weights::Weights;
+use super::inventory::Inventory;
 use crate::files::{self, Existing, OutputDir};
 use crate::quant::round::Method;
 use serde_json::Value;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Where and how an artifact is written.
 pub struct Job<'a> {
     /// The source.
-    pub weights: &'a Weights,
+    pub weights: &'a Inventory,
     /// What becomes of it.
     pub plan: &'a Plan,
     /// For the manifest.
@@ -67,7 +67,7 @@ pub fn write(job: Job<'_>) -> Result<Manifest, ArtifactError> {
     let manifest = Manifest {
         version: VERSION,
         tool: env!("CARGO_PKG_VERSION").into(),
-        family: job.weights.family().model_type.into(),
+        family: job.weights.outline().model_type.clone(),
         source: Source {
             name: checkpoint.dir().file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
             files: std::iter::once(config_sum).chain(sources).collect(),

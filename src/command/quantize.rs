@@ -4,11 +4,12 @@ use super::{Status, UserError, measure};
 use crate::artifact::config::Caveat;
 use crate::artifact::manifest::{Action, Manifest, Recipe};
 use crate::artifact::plan::{self, Choice, Plan};
-use crate::artifact::weights::Weights;
+use crate::artifact::inventory::Inventory;
 use crate::artifact::writer;
 use crate::cli::QuantizeArgs;
 use crate::files::{self, Existing, FileError};
 use crate::ids::{Component, Role, TensorId};
+use crate::model::family;
 use crate::profile::precision::{Decisions, Profile, Rule, decide};
 use crate::quant::round::Method;
 use crate::report::{self, Out};
@@ -21,8 +22,8 @@ use std::time::Instant;
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let request = Request::resolve(args)?;
-    let weights = Weights::open(&args.model)?;
-    let decisions = decide(weights.tensors(), weights.spec().tied, &request.overrides, &request.profile);
+    let weights = Inventory::open(&args.model)?;
+    let decisions = decide(weights.tensors(), weights.outline().tied, &request.overrides, &request.profile);
     let choose = |id| choice(&decisions, id);
     let plan = plan::plan(&weights, choose, request.shard_bytes)?;
     let problems = problems(args, &plan, &decisions);
@@ -143,7 +144,7 @@ struct Line {
     note: String,
 }
 
-fn lines(weights: &Weights, plan: &Plan) -> Vec<Line> {
+fn lines(weights: &Inventory, plan: &Plan) -> Vec<Line> {
     let mut roles: BTreeMap<String, (Component, Role)> = BTreeMap::new();
     for (id, _) in weights.tensors() {
         roles.insert(class(&id.to_string()), (id.role.component(), id.role));
@@ -187,7 +188,7 @@ fn class(id: &str) -> String {
 
 fn show_plan(
     args: &QuantizeArgs,
-    weights: &Weights,
+    weights: &Inventory,
     request: &Request,
     plan: &Plan,
     decisions: &Decisions,
@@ -202,7 +203,7 @@ fn show_plan(
             .map(|l| json!({"component": l.component, "class": l.role, "tensors": l.tensors, "format": l.format, "source_bytes": l.bytes[0], "bytes": l.bytes[1], "reason": l.note}))
             .collect();
         out.json(&json!({
-            "dry_run": true, "model": args.model, "output": args.output, "family": weights.family().model_type,
+            "dry_run": true, "model": args.model, "output": args.output, "family": weights.outline().model_type,
             "recipe": request.recipe(args), "classes": classes, "totals": totals, "readers": readers(plan), "caveats": caveats,
             "warnings": decisions.warnings, "shards": plan.shards.iter().map(|s| json!({"name": s.name, "bytes": s.bytes})).collect::<Vec<_>>(),
         }))?;
@@ -248,6 +249,7 @@ fn readers(plan: &Plan) -> String {
     match (quantized, plan.caveats.is_empty()) {
         (false, _) => "loads wherever the source does: nothing is quantized".into(),
         (true, true) => "loads in this tool, vLLM, SGLang and transformers >= 5.15".into(),
+        (true, false) if plan.caveats.contains(&Caveat::Unchecked) => "see the warnings for readers".into(),
         (true, false) => "loads in this tool; see the warnings for other readers".into(),
     }
 }
@@ -266,6 +268,8 @@ fn show_result(args: &QuantizeArgs, manifest: &Manifest, seconds: f64, out: Out)
         totals.bpw,
         report::seconds(seconds),
     ));
-    out.note(format!("next: moe run {} --prompt \"Once upon a time\"", args.output.display()));
+    if family::FAMILIES.iter().any(|f| f.model_type == manifest.family) {
+        out.note(format!("next: moe run {} --prompt \"Once upon a time\"", args.output.display()));
+    }
     Ok(())
 }

@@ -3,7 +3,8 @@
 use super::{Status, UserError};
 use crate::artifact::manifest::Manifest;
 use crate::artifact::sums::hash_files;
-use crate::artifact::weights::{Data, Stored, Weight, Weights};
+use crate::artifact::inventory::Inventory;
+use crate::artifact::weights::{Data, Stored, Weight};
 use crate::cli::VerifyArgs;
 use crate::ids::TensorId;
 use crate::quant::format::{Format, Packed};
@@ -18,11 +19,11 @@ use std::sync::atomic::AtomicUsize;
 
 /// Runs the command.
 pub fn verify(args: &VerifyArgs, out: Out) -> Result<Status> {
-    let weights = Weights::open(&args.model)?;
+    let weights = Inventory::open(&args.model)?;
     let manifest = Manifest::read(weights.checkpoint().dir())?;
-    let source = args.source.as_deref().map(Weights::open).transpose()?;
+    let source = args.source.as_deref().map(Inventory::open).transpose()?;
     if let Some(source) = &source
-        && source.spec() != weights.spec()
+        && source.outline() != weights.outline()
     {
         let message = format!("`{}` is another model than `{}`", source.checkpoint().dir().display(), args.model.display());
         return Err(UserError::new(message).hint("pass the checkpoint that the artifact was made from").into());
@@ -62,12 +63,12 @@ pub fn verify(args: &VerifyArgs, out: Out) -> Result<Status> {
     Ok(Status::Failure)
 }
 
-fn is_quantized(weights: &Weights, id: TensorId) -> bool {
+fn is_quantized(weights: &Inventory, id: TensorId) -> bool {
     weights.format(id).is_some_and(|f| f != Format::Source)
 }
 
 /// Shards whose bytes are not those that were written.
-fn checksums(weights: &Weights, manifest: &Manifest) -> Result<Vec<String>> {
+fn checksums(weights: &Inventory, manifest: &Manifest) -> Result<Vec<String>> {
     let shards = weights.checkpoint().shards();
     let paths: Vec<&Path> = shards.iter().map(|s| s.path.as_path()).collect();
     let sums = hash_files(&paths, &AtomicUsize::new(0))?;
@@ -90,7 +91,7 @@ fn checksums(weights: &Weights, manifest: &Manifest) -> Result<Vec<String>> {
 }
 
 /// Scales that are zero or no number, shapes that are not those of the model, floats that are no number.
-fn tensors(weights: &Weights) -> Vec<String> {
+fn tensors(weights: &Inventory) -> Vec<String> {
     let problems: Vec<Vec<String>> = weights
         .tensors()
         .par_iter()
@@ -121,7 +122,7 @@ fn bad_scale(module: &str, packed: &Packed<'_>) -> Option<String> {
     Some(format!("`{module}.weight_scale` holds {} at {place:?}, expected a finite number other than zero", values[i]))
 }
 
-fn bad_shape(weights: &Weights, module: &str, shape: &[usize]) -> Option<String> {
+fn bad_shape(weights: &Inventory, module: &str, shape: &[usize]) -> Option<String> {
     let name = format!("{module}.weight_shape");
     let view = weights.checkpoint().tensor(&name)?;
     let found: Option<Vec<i64>> = match view.dtype {
@@ -141,7 +142,7 @@ fn bad_shape(weights: &Weights, module: &str, shape: &[usize]) -> Option<String>
     }
 }
 
-fn bad_float(weights: &Weights, id: TensorId, weight: &Weight<'_>) -> Option<String> {
+fn bad_float(weights: &Inventory, id: TensorId, weight: &Weight<'_>) -> Option<String> {
     let name = weights.file_tensors(id).into_iter().next().unwrap_or_else(|| id.to_string());
     let step = (1 << 18) / weight.cols.max(1) + 1;
     let mut floats = Vec::new();
@@ -160,7 +161,7 @@ fn bad_float(weights: &Weights, id: TensorId, weight: &Weight<'_>) -> Option<Str
 }
 
 /// Number of tensors that are bit-equal to the source, and lines on those that should be and are not.
-fn compare(weights: &Weights, source: &Weights) -> (usize, Vec<String>) {
+fn compare(weights: &Inventory, source: &Inventory) -> (usize, Vec<String>) {
     let names: HashSet<String> = weights
         .tensors()
         .iter()
