@@ -184,7 +184,7 @@ impl Planner<'_> {
         let dtype = self.source_dtype(name)?.name().to_lowercase();
         let embed = TensorId::global(Role::Embed);
         let outline = self.weights.outline();
-        if name == "lm_head.weight" && outline.tied {
+        if name.ends_with("lm_head.weight") && outline.tied {
             let same = match (self.weights.checkpoint().tensor(name), self.weights.get(embed).map(|w| w.data)) {
                 (Some(head), Some(Data::Plain { bytes, .. })) => head.bytes == bytes,
                 _ => false,

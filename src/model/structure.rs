@@ -263,15 +263,18 @@ impl<'a> Keys<'a> {
         self.get(keys)?.as_u64().and_then(|n| usize::try_from(n).ok())
     }
 
+    fn tied(&self) -> Option<bool> {
+        self.get(&["tie_word_embeddings"]).and_then(Value::as_bool)
+    }
+
     /// Why no experts were found: a fused tensor is the likeliest cause, if there is one.
     fn refusal(&self, tensors: &[Logical<'_>]) -> StructureError {
         let experts = self.count(EXPERT_KEYS);
-        let holds_all = |t: &&Logical<'_>| {
-            let named = t.name.split('.').any(|p| p == "experts" || p == "moe") && t.shape.len() >= 2;
-            named || (t.shape.len() == 3 && experts.is_some_and(|e| t.shape[0] == e))
-        };
+        let stacked = |t: &&Logical<'_>| t.shape.len() == 3 && experts.is_some_and(|e| t.shape[0] == e);
+        let named = |t: &&Logical<'_>| t.shape.len() >= 2 && t.name.split('.').any(|p| p == "experts");
         let model_type = self.model_type.clone();
-        match tensors.iter().filter(|t| !t.name.starts_with("mtp")).find(holds_all) {
+        let of_model = || tensors.iter().filter(|t| !predicts_further(t.name));
+        match of_model().find(stacked).or_else(|| of_model().find(named)) {
             Some(t) => StructureError::Fused { model_type, tensor: t.name.into(), shape: t.shape.to_vec() },
             None => StructureError::NoExperts { model_type },
         }
@@ -533,7 +536,8 @@ impl Reading<'_> {
         let near = parent.rsplit('.').next().unwrap_or_default();
         let id = match path.layer {
             None if child == "embed_tokens" => TensorId::global(Role::Embed),
-            None if child == "lm_head" => TensorId::global(Role::Head),
+            // Where the config says that the head is the embedding, whatever is stored is a copy or of no use.
+            None if child == "lm_head" && self.keys.tied() != Some(true) => TensorId::global(Role::Head),
             None => return,
             Some(layer) => {
                 let block = blocks.get(&layer).and_then(|b| b.first()).filter(|b| !b.is_empty());
@@ -637,7 +641,7 @@ fn outline(keys: &Keys<'_>, members: &[Member], num_layers: Option<usize>) -> Ou
         width: down.and_then(|m| m.shape.first().copied()).unwrap_or(0),
         vocab: vocab.or(keys.count(&["vocab_size"])).unwrap_or(0),
         max_positions: keys.count(&["max_position_embeddings", "max_seq_len"]).unwrap_or(0),
-        tied: keys.get(&["tie_word_embeddings"]).and_then(Value::as_bool).unwrap_or(!has_head),
+        tied: keys.tied().unwrap_or(!has_head),
         experts: Some(experts),
         attention: Heads::Other { heads, kv_heads },
         inner,

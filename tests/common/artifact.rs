@@ -86,7 +86,7 @@ impl Artifact {
                     assert_eq!(targets.first(), Some(&bits), "`{module}` of {bits} bits meets {targets:?}");
                     assert!(!self.ignored(module), "`{module}` is packed and ignored");
                 }
-                None if name.ends_with(".weight") && self.tensors[name].1.len() > 1 => {
+                None if name.ends_with(".weight") && self.tensors[name].1.len() > 1 && self.packed() > 0 => {
                     let module = name.trim_end_matches(".weight");
                     assert!(self.ignored(module), "`{module}` is neither packed nor ignored");
                 }
