@@ -4,6 +4,7 @@ pub mod config;
 pub mod error;
 pub mod hot;
 pub mod inventory;
+mod journal;
 pub mod layout;
 pub mod manifest;
 pub mod plan;

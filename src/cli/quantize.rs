@@ -29,10 +29,19 @@ pub struct QuantizeArgs {
     /// Largest weight file, e.g. 5GB; one larger tensor or expert makes a larger file.
     #[arg(long, default_value = "5GB", value_name = "SIZE")]
     pub shard_size: String,
+    /// Continue a run that was stopped: finished weight files are kept in `.<DIR>.partial` beside the output.
+    #[arg(long)]
+    pub resume: bool,
+    /// Most memory for weights on their way, e.g. 4GiB.
+    #[arg(long, default_value = "4GiB", value_name = "SIZE")]
+    pub max_memory: String,
+    /// Milliseconds to wait before each write; for tests of interruption.
+    #[arg(long, default_value_t = 0, value_name = "MS", hide = true)]
+    pub write_delay: u64,
     /// Print the plan and every problem; write nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Replace an existing artifact.
+    /// Replace an existing artifact, and start over where an earlier run was stopped.
     #[arg(long)]
     pub force: bool,
 }

@@ -1,6 +1,6 @@
 //! `moe quantize`: a plan from headers alone, then one pass over the weights.
 
-use super::{Status, UserError, measure};
+use super::{Interrupt, Status, UserError, measure};
 use crate::artifact::config::Caveat;
 use crate::artifact::manifest::{Action, Manifest, Recipe};
 use crate::artifact::plan::{self, Choice, Plan};
@@ -17,7 +17,10 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Below this the working memory of threads counts for more than the weights.
+const LEAST_MEMORY: u64 = 16 << 20;
 
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
@@ -36,6 +39,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     if args.dry_run {
         return Ok(Status::Done);
     }
+    let interrupt = Interrupt::install()?;
     let started = Instant::now();
     let bar = out.bytes(plan.totals.source_bytes, "quantize");
     let written = writer::write(writer::Job {
@@ -46,6 +50,10 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         positive_scales: args.positive_scales,
         output: &args.output,
         existing: if args.force { Existing::Replace } else { Existing::Refuse },
+        resume: args.resume,
+        max_memory: request.max_memory,
+        write_delay: Duration::from_millis(args.write_delay),
+        stopped: &|| interrupt.pressed(),
         progress: &|n| bar.advance(n),
     });
     bar.finish();
@@ -60,6 +68,7 @@ struct Request {
     overrides: Vec<Rule>,
     method: Method,
     shard_bytes: u64,
+    max_memory: u64,
 }
 
 impl Request {
@@ -78,7 +87,11 @@ impl Request {
         if shard_bytes == 0 {
             return Err(UserError::new("`--shard-size` is 0, expected a size such as 5GB").into());
         }
-        Ok(Self { profile, overrides, method, shard_bytes })
+        let max_memory = measure::bytes(&args.max_memory).context("`--max-memory`")?;
+        if max_memory < LEAST_MEMORY {
+            return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
+        }
+        Ok(Self { profile, overrides, method, shard_bytes, max_memory })
     }
 
     fn recipe(&self, args: &QuantizeArgs) -> Recipe {
