@@ -2,6 +2,8 @@
 //! proportion to the input, or a path outside the model folder is a finding.
 
 use moe::artifact::hot::{self, HotExperts};
+use moe::artifact::inventory::Inventory;
+use moe::artifact::plan::{self, Choice};
 use moe::artifact::manifest::{self, Manifest};
 use moe::checkpoint::Checkpoint;
 use moe::model::{family, names};
@@ -84,6 +86,29 @@ fn open_checkpoint(dir: &Path, len: usize) {
             checkpoint.release(name);
         }
     });
+}
+
+/// A whole safetensors file of a family that no row describes, with a layout of fused experts: what its structure tells, and the sizes under
+/// every profile.
+pub fn inventory(data: &[u8]) {
+    folder(
+        |dir| fs::write(dir.join("config.json"), r#"{"model_type":"gpt_oss","hidden_size":64,"num_local_experts":2}"#).unwrap(),
+        |dir| {
+            fs::write(dir.join("model.safetensors"), data).unwrap();
+            bounded(data.len(), 4 << 20, 16 * FACTOR, || {
+                let Ok(inventory) = Inventory::open(dir) else { return };
+                let decisions = decide(inventory.tensors(), inventory.outline().tied, &[], &Profile::built_in("mixed").unwrap());
+                let choose = |id| Choice { format: decisions.format(id), reason: None };
+                let Ok(plan) = plan::plan(&inventory, choose, 1 << 20) else { return };
+                assert_eq!(plan.totals.source_bytes, inventory.checkpoint().names().map(|n| inventory.checkpoint().entry(n).unwrap().range.len() as u64).sum());
+                for (id, shape) in inventory.tensors() {
+                    let weight = inventory.get(*id).unwrap();
+                    assert_eq!(weight.rows * weight.cols, shape.iter().product::<usize>());
+                    drop(weight.to_f32());
+                }
+            });
+        },
+    );
 }
 
 /// A whole safetensors file.

@@ -441,7 +441,7 @@ impl Reading<'_> {
         let width = self.keys.count(&["hidden_size", "d_model", "n_embd"]);
         let facing = if which == 0 { cols } else { out };
         let matrices = if which == 0 { 2 } else { 1 };
-        let sound = out % matrices == 0 && (which == 0 && part == Part::Bias || width.is_none_or(|w| w == facing));
+        let sound = !path.shape.contains(&0) && out % matrices == 0 && (which == 0 && part == Part::Bias || width.is_none_or(|w| w == facing));
         if !sound || self.keys.count(EXPERT_KEYS).is_some_and(|n| n != experts) {
             return Err(refuse());
         }
