@@ -1,8 +1,8 @@
 //! `moe export --gguf`, read back by a reader of this test's own: keys, names, shapes, and every value.
 
-mod common;
 #[path = "common/artifact.rs"]
 mod artifact;
+mod common;
 
 use artifact::moe;
 use moe::artifact::weights::Weights;

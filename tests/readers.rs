@@ -111,7 +111,8 @@ fn expected(decided: &Decisions, id: TensorId) -> Scheme {
 fn both_engines_find_the_scheme_of_every_linear_layer() {
     let mut resolved = 0;
     for family in FAMILIES {
-        let weights = Weights::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)).unwrap();
+        let weights =
+            Weights::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)).unwrap();
         let names = weights.family().names;
         for profile in Profile::names() {
             let decided = decide(weights.tensors(), weights.spec().tied, &[], &Profile::built_in(profile).unwrap());
@@ -129,7 +130,9 @@ fn both_engines_find_the_scheme_of_every_linear_layer() {
                         Role::QA | Role::KvA if weights.stored(TensorId { role: Role::QA, ..*id }).is_some() => {
                             ("fused_qkv_a_proj", &["q_a_proj", "kv_a_proj_with_mqa"])
                         }
-                        Role::MlpGate | Role::MlpUp | Role::SharedGate | Role::SharedUp => ("gate_up_proj", &["gate_proj", "up_proj"]),
+                        Role::MlpGate | Role::MlpUp | Role::SharedGate | Role::SharedUp => {
+                            ("gate_up_proj", &["gate_proj", "up_proj"])
+                        }
                         Role::Embed | Role::ExpertGate | Role::ExpertUp | Role::ExpertDown => continue,
                         // The router is `gate` in every model of vLLM, whatever the checkpoint says.
                         Role::Router => ("gate", &["gate"]),
@@ -159,7 +162,8 @@ fn both_engines_find_the_scheme_of_every_linear_layer() {
                     }
                     let module = names.module(id);
                     let block = module.split(".experts.").next().unwrap();
-                    let child = |role| names.module(TensorId::expert(layer, ExpertId(0), role)).rsplit('.').next().unwrap().to_string();
+                    let child =
+                        |role| names.module(TensorId::expert(layer, ExpertId(0), role)).rsplit('.').next().unwrap().to_string();
                     let own = [child(Role::ExpertGate), child(Role::ExpertUp), child(Role::ExpertDown)];
                     let own = own.each_ref().map(String::as_str);
                     let asked = if strict { ["gate_proj", "up_proj", "down_proj"] } else { own };
@@ -177,7 +181,8 @@ fn both_engines_find_the_scheme_of_every_linear_layer() {
 #[test]
 fn the_form_is_the_one_all_readers_share() {
     for family in FAMILIES {
-        let weights = Weights::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)).unwrap();
+        let weights =
+            Weights::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)).unwrap();
         for profile in Profile::names() {
             let decided = decide(weights.tensors(), weights.spec().tied, &[], &Profile::built_in(profile).unwrap());
             let names = weights.family().names;

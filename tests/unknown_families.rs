@@ -2,9 +2,9 @@
 //! what is refused. Every accepted one passes the checks of `common::artifact`: each source tensor accounted for, each module claimed by
 //! exactly the right readers' patterns.
 
-mod common;
 #[path = "common/artifact.rs"]
 mod artifact;
+mod common;
 
 use artifact::{moe, quantized, tensors};
 use common::{TestCheckpoint, random_values};
@@ -95,7 +95,11 @@ fn families() -> Vec<Family> {
                 model.layers.2.mlp.experts.{e}.down_proj.weight 128x64",
             packed: (
                 2 * 2 + 3 + 3 * E + 3,
-                &["model.layers.0.mlp.down_proj", "model.layers.1.mlp.experts.3.down_proj", "model.layers.1.mlp.shared_experts.up_proj"],
+                &[
+                    "model.layers.0.mlp.down_proj",
+                    "model.layers.1.mlp.experts.3.down_proj",
+                    "model.layers.1.mlp.shared_experts.up_proj",
+                ],
             ),
             router: "model.layers.1.mlp.gate.weight",
             copied: &[
@@ -138,7 +142,11 @@ fn families() -> Vec<Family> {
                 mtp.layers.0.mlp.experts.{e}.down_proj.weight 128x64",
             packed: (
                 4 + 6 * E + 3,
-                &["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.experts.0.gate_proj", "model.layers.0.mlp.shared_expert.down_proj"],
+                &[
+                    "model.layers.1.self_attn.q_proj",
+                    "model.layers.0.mlp.experts.0.gate_proj",
+                    "model.layers.0.mlp.shared_expert.down_proj",
+                ],
             ),
             router: "model.layers.1.mlp.gate.weight",
             copied: &[
@@ -323,7 +331,12 @@ fn experts_are_quantized_and_the_rest_is_kept() {
         let name = family.config["model_type"].as_str().unwrap().to_string();
         let built = checkpoint(family.config, family.lines).shards(2).build();
         let made = quantized(built.path(), &built.root().join("out"), &[]);
-        assert_eq!(made.packed(), family.packed.0, "{name}: {:?}", made.tensors.keys().filter(|k| k.ends_with("packed")).collect::<Vec<_>>());
+        assert_eq!(
+            made.packed(),
+            family.packed.0,
+            "{name}: {:?}",
+            made.tensors.keys().filter(|k| k.ends_with("packed")).collect::<Vec<_>>()
+        );
         for module in family.packed.1 {
             let bits = if module.contains(".experts.") { 4 } else { 8 };
             assert_eq!(made.bits(module), bits, "{name}: {module}");
@@ -334,7 +347,10 @@ fn experts_are_quantized_and_the_rest_is_kept() {
         }
         let (code, _, stderr) = moe(&["run", built.path().to_str().unwrap(), "-p", "x"]);
         assert_eq!(code, 1, "{name}");
-        assert!(stderr.starts_with(&format!("moe: config.json: `model_type` is `{name}`")) && stderr.contains("hint: "), "{stderr}");
+        assert!(
+            stderr.starts_with(&format!("moe: config.json: `model_type` is `{name}`")) && stderr.contains("hint: "),
+            "{stderr}"
+        );
         let (_, shown, _) = moe(&["inspect", built.path().to_str().unwrap()]);
         assert!(shown.contains("does not run it") && shown.contains("tensor parallel: 1"), "{shown}");
     }
@@ -352,7 +368,12 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
     let interleaved: At = |m, e, r, c| if m < 2 { (e * D + c) * 2 * F + 2 * r + m } else { (e * F + c) * D + r };
     let cases: [(&str, &str, &str, At); 4] = [
         ("qwen3_5_moe", "mlp.gate.weight 4x128", "mlp.experts.gate_up_proj 4x128x128\nmlp.experts.down_proj 4x128x64", concat),
-        ("qwen3_vl_moe", "mlp.gate.weight 4x128", "mlp.experts.gate_up_proj 4x128x128\nmlp.experts.down_proj 4x64x128", transposed),
+        (
+            "qwen3_vl_moe",
+            "mlp.gate.weight 4x128",
+            "mlp.experts.gate_up_proj 4x128x128\nmlp.experts.down_proj 4x64x128",
+            transposed,
+        ),
         (
             "llama4",
             "feed_forward.router.weight 4x128",
@@ -363,14 +384,18 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
     ];
     for (model_type, router, fused, at) in cases {
         let lines: String = router.lines().chain(fused.lines()).map(|l| format!("model.layers.0.{l}\n")).collect();
-        let built = checkpoint(config(model_type, json!({"num_experts": E, "num_hidden_layers": 1})), &(lines + attention)).build();
+        let built =
+            checkpoint(config(model_type, json!({"num_experts": E, "num_hidden_layers": 1})), &(lines + attention)).build();
         let made = quantized(built.path(), &built.root().join("out"), &[]);
         let block = fused.split(".experts").next().unwrap();
         let source = tensors(built.path());
         let values = |name: &str| -> Vec<f32> {
             source[name].2.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
         };
-        let both = [values(&format!("model.layers.0.{block}.experts.gate_up_proj")), values(&format!("model.layers.0.{block}.experts.down_proj"))];
+        let both = [
+            values(&format!("model.layers.0.{block}.experts.gate_up_proj")),
+            values(&format!("model.layers.0.{block}.experts.down_proj")),
+        ];
         // The same experts as matrices of their own, quantized by the same tool.
         let mut plain = TestCheckpoint::new().config(config("dots1", json!({"num_experts": E, "num_hidden_layers": 1})));
         plain = plain.random("model.layers.0.mlp.gate.weight", Dtype::BF16, &[E, D], 1);
@@ -386,7 +411,10 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
         for e in 0..E {
             for child in ["gate_proj", "up_proj", "down_proj"] {
                 let found = made.dequantized(&format!("model.layers.0.{block}.experts.{e}.{child}"));
-                assert!(found == wanted.dequantized(&format!("model.layers.0.mlp.experts.{e}.{child}")), "{model_type} {e} {child}");
+                assert!(
+                    found == wanted.dequantized(&format!("model.layers.0.mlp.experts.{e}.{child}")),
+                    "{model_type} {e} {child}"
+                );
             }
         }
         assert_eq!(made.row(&format!("model.layers.0.{block}.experts.down_proj")).action, Action::Split);
@@ -407,7 +435,9 @@ fn mxfp4_blocks_quantize_as_the_values_they_stand_for() {
     let bytes = |n: usize, seed: u64, span: f32, base: f32| -> Vec<u8> {
         random_values(n, seed).iter().map(|x| ((x + 1.0) * span / 2.0 + base) as u8).collect()
     };
-    let coded = |out: usize, cols: usize, seed: u64| (bytes(E * out * cols / 2, seed, 255.9, 0.0), bytes(E * out * cols / 32, seed + 1, 8.0, 118.0));
+    let coded = |out: usize, cols: usize, seed: u64| {
+        (bytes(E * out * cols / 2, seed, 255.9, 0.0), bytes(E * out * cols / 32, seed + 1, 8.0, 118.0))
+    };
     let (up, down) = (coded(2 * F, D, 10), coded(D, F, 20));
     let value = |(codes, scales): &(Vec<u8>, Vec<u8>), row: usize, c: usize, cols: usize| {
         let byte = codes[row * cols / 2 + c / 2];
@@ -472,11 +502,19 @@ fn what_cannot_be_told_is_refused() {
             "transformer.blocks.0.ffn.experts.mlp.w1 256x128\ntransformer.blocks.0.ffn.router.layer.weight 4x128",
             &["`transformer.blocks.0.ffn.experts.mlp.w1`", "`dbrx` does not settle", "hint: "],
         ),
-        ("step3p5", "model.layers.0.moe.gate_proj.weight 4x64x128\nmodel.layers.0.moe.gate.weight 4x128", &["moe.gate_proj.weight", "settle"]),
+        (
+            "step3p5",
+            "model.layers.0.moe.gate_proj.weight 4x64x128\nmodel.layers.0.moe.gate.weight 4x128",
+            &["moe.gate_proj.weight", "settle"],
+        ),
         ("jetmoe", "model.layers.0.mlp.input_linear.weight 4x128x128", &["input_linear", "settle"]),
         ("brand_new", "model.layers.0.mlp.experts.gate_up_proj 4x128x128", &["gate_up_proj", "`brand_new`", "settle"]),
         ("llama", "model.layers.0.mlp.gate_proj.weight 64x128", &["no tensor is named like an expert's"]),
-        ("a", "model.layers.0.mlp.gate.weight 3x128\nmodel.layers.0.mlp.experts.{e}.up_proj.weight 64x128", &["no matrix of 4 rows"]),
+        (
+            "a",
+            "model.layers.0.mlp.gate.weight 3x128\nmodel.layers.0.mlp.experts.{e}.up_proj.weight 64x128",
+            &["no matrix of 4 rows"],
+        ),
         (
             "b",
             "model.layers.0.mlp.gate.weight 4x128\nmodel.layers.0.mlp.experts.{e}.up_proj.weight 64x128\n\

@@ -1,9 +1,9 @@
 //! Checkpoints as they are found on disks: how files are cut, linked and named, and tensors that are unusual in themselves. What comes out
 //! of each passes the checks of `common::artifact`.
 
-mod common;
 #[path = "common/artifact.rs"]
 mod artifact;
+mod common;
 
 use artifact::{Artifact, moe, quantized, tensors};
 use common::{TestCheckpoint, random_values};
@@ -132,7 +132,9 @@ fn shared_memory_is_refused_and_copies_are_kept() {
     let header = json!({
         "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
     });
-    let shared = TestCheckpoint::new().config(unknown(json!({}))).file("model.safetensors", common::with_header(header.to_string(), &[0; 8]));
+    let shared = TestCheckpoint::new()
+        .config(unknown(json!({})))
+        .file("model.safetensors", common::with_header(header.to_string(), &[0; 8]));
     let shared = shared.build();
     let (code, _, stderr) = moe(&["inspect", shared.path().to_str().unwrap()]);
     assert_eq!(code, 1);
@@ -174,7 +176,8 @@ fn fp8_that_stays_is_decoded() {
     for (i, (suffix, dtype, block, shape)) in layouts.into_iter().enumerate() {
         let config = unknown(json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}));
         let mut built = plain(32, 32, 2).config(config);
-        let codes: Vec<u8> = random_values(rows * cols, 3 + i as u64).iter().map(|x| ((x + 1.0) * 60.0) as u8 | u8::from(*x > 0.5) << 7).collect();
+        let codes: Vec<u8> =
+            random_values(rows * cols, 3 + i as u64).iter().map(|x| ((x + 1.0) * 60.0) as u8 | u8::from(*x > 0.5) << 7).collect();
         let n: usize = shape.iter().product();
         let (scale_bytes, scales): (Vec<u8>, Vec<f32>) = match dtype {
             "F8_E8M0" => {
@@ -202,9 +205,8 @@ fn fp8_that_stays_is_decoded() {
         let built = built.build();
         let made = quantized(built.path(), &built.root().join("out"), &[]);
         for module in ["model.layers.0.linear_attn.in_proj", "mtp.fc"] {
-            let wanted: Vec<u8> = (0..rows * cols)
-                .flat_map(|i| half::bf16::from_f32(e4m3_to_f32(codes[i]) * scale(i)).to_le_bytes())
-                .collect();
+            let wanted: Vec<u8> =
+                (0..rows * cols).flat_map(|i| half::bf16::from_f32(e4m3_to_f32(codes[i]) * scale(i)).to_le_bytes()).collect();
             assert!(made.tensors[&format!("{module}.weight")].2 == wanted, "{suffix} {dtype} {shape:?}: {module}");
             assert!(!made.tensors.contains_key(&format!("{module}.{suffix}")));
             assert_eq!(made.row(&format!("{module}.{suffix}")).action, Action::Decoded);
@@ -219,7 +221,8 @@ fn routers_in_f32_stay_so() {
     let known = model(mixtral(json!({})));
     let name = "model.layers.0.block_sparse_moe.gate.weight";
     let rest = known.tensors().iter().filter(|t| t.name != name);
-    let built = rest.fold(TestCheckpoint::new().config(mixtral(json!({}))), |b, t| b.raw(&t.name, &t.dtype, &t.shape, t.bytes.clone()));
+    let built =
+        rest.fold(TestCheckpoint::new().config(mixtral(json!({}))), |b, t| b.raw(&t.name, &t.dtype, &t.shape, t.bytes.clone()));
     let built = built.f32(name, &[2, 128], &router).build();
     let made = quantized(built.path(), &built.root().join("out"), &[]);
     assert!(made.tensors[name] == tensors(built.path())[name]);
@@ -228,7 +231,15 @@ fn routers_in_f32_stay_so() {
 /// What the ladder gives for widths that 128, 32, 8 and 4 do not divide; experts of a layer share one scheme.
 #[test]
 fn odd_widths_go_down_the_ladder() {
-    let cases = [(192, "int4:g64"), (160, "int4:g32"), (96, "int4:g32"), (40, "int8:channel"), (20, "int8:channel"), (18, "bf16"), (9, "bf16")];
+    let cases = [
+        (192, "int4:g64"),
+        (160, "int4:g32"),
+        (96, "int4:g32"),
+        (40, "int8:channel"),
+        (20, "int8:channel"),
+        (18, "bf16"),
+        (9, "bf16"),
+    ];
     for (width, wanted) in cases {
         let built = plain(128, width, 2).build();
         let made = quantized(built.path(), &built.root().join("out"), &[]);
@@ -246,7 +257,10 @@ fn pickles_alone_are_refused_with_a_hint() {
     std::fs::write(built.path().join("pytorch_model-00001-of-00002.bin"), "pickle").unwrap();
     let (code, _, stderr) = moe(&["quantize", built.path().to_str().unwrap(), "-o", built.root().join("out").to_str().unwrap()]);
     assert_eq!(code, 1);
-    assert!(stderr.contains("pytorch_model-00001-of-00002.bin") && stderr.contains("hint: ") && stderr.contains("safe_serialization"), "{stderr}");
+    assert!(
+        stderr.contains("pytorch_model-00001-of-00002.bin") && stderr.contains("hint: ") && stderr.contains("safe_serialization"),
+        "{stderr}"
+    );
 }
 
 /// `models--org--name/snapshots/<revision>/*` linking into `blobs/`, opened by the folder, by the snapshot, and by a link to it; with what the
@@ -274,7 +288,8 @@ fn hub_caches_open_by_any_of_their_names() {
     let wanted = quantized(built.path(), &built.root().join("wanted"), &[]);
     for (i, path) in [hub.clone(), snapshot.clone(), built.root().join("link")].iter().enumerate() {
         let out = built.root().join(format!("out{i}"));
-        let (code, _, stderr) = moe(&["quantize", path.to_str().unwrap(), "-o", out.to_str().unwrap(), "-q", "--method", "absmax"]);
+        let (code, _, stderr) =
+            moe(&["quantize", path.to_str().unwrap(), "-o", out.to_str().unwrap(), "-q", "--method", "absmax"]);
         assert_eq!(code, 0, "{stderr}");
         assert!(tensors(&out) == wanted.tensors);
         for side in ["tokenizer.json", "LICENSE"] {
@@ -301,10 +316,12 @@ fn inputs_need_no_write_permission() {
         }
         std::fs::set_permissions(built.path(), std::fs::Permissions::from_mode(dir)).unwrap();
     };
-    let before: Vec<_> = std::fs::read_dir(built.path()).unwrap().map(|f| f.unwrap().metadata().unwrap().modified().unwrap()).collect();
+    let before: Vec<_> =
+        std::fs::read_dir(built.path()).unwrap().map(|f| f.unwrap().metadata().unwrap().modified().unwrap()).collect();
     lock(0o444, 0o555);
     let made = quantized(built.path(), &built.root().join("out"), &[]);
-    let after: Vec<_> = std::fs::read_dir(built.path()).unwrap().map(|f| f.unwrap().metadata().unwrap().modified().unwrap()).collect();
+    let after: Vec<_> =
+        std::fs::read_dir(built.path()).unwrap().map(|f| f.unwrap().metadata().unwrap().modified().unwrap()).collect();
     lock(0o644, 0o755);
     assert_eq!(before, after);
     let mode = std::fs::metadata(made.dir.join("config.json")).unwrap().permissions().mode();

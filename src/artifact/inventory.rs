@@ -46,7 +46,8 @@ impl Inventory {
         tensors.extend(plain);
         tensors.sort_by(|a, b| a.name.cmp(b.name));
         let read = structure::read(checkpoint.config(), &tensors)?;
-        let own = |name: &str| decoded.get(name).map_or_else(|| Stored::Plain { name: name.into() }, |(_, stored)| stored.clone());
+        let own =
+            |name: &str| decoded.get(name).map_or_else(|| Stored::Plain { name: name.into() }, |(_, stored)| stored.clone());
         let (mut stored, mut order, mut problems) = (HashMap::new(), Vec::new(), Vec::new());
         for member in read.members {
             let found = match member.place {
@@ -235,7 +236,10 @@ fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<Stri
         let Some(entry) = checkpoint.entry(name) else { continue };
         let entry_of = |name: &str| checkpoint.entry(name).map(|e| (e.dtype, e.shape.as_slice()));
         let scale_of = |module: &str| {
-            ["weight_scale_inv", "weight_scale", "scale"].map(|s| format!("{module}.{s}")).into_iter().find(|s| entry_of(s).is_some())
+            ["weight_scale_inv", "weight_scale", "scale"]
+                .map(|s| format!("{module}.{s}"))
+                .into_iter()
+                .find(|s| entry_of(s).is_some())
         };
         let parts = if let Some(module) = name.strip_suffix(".weight_packed") {
             packed(checkpoint, module).map(|(shape, stored)| (format!("{module}.weight"), shape, stored))
@@ -245,7 +249,9 @@ fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<Stri
             let cols = n * mxfp4::BLOCK;
             let stored = Stored::Mxfp4 { codes: name.into(), scales, first_row: 0, step: 1, rows: e * out, cols };
             fits.then(|| (stem.to_string(), vec![e, out, cols], stored))
-        } else if let (Some(module), Dtype::I8 | Dtype::U8, &[rows, half]) = (name.strip_suffix(".weight"), entry.dtype, &entry.shape[..]) {
+        } else if let (Some(module), Dtype::I8 | Dtype::U8, &[rows, half]) =
+            (name.strip_suffix(".weight"), entry.dtype, &entry.shape[..])
+        {
             let cols = half * 2;
             scale_of(module)
                 .filter(|s| matches!(entry_of(s), Some((Dtype::F8E8M0 | Dtype::U8, &[r, n])) if r == rows && n * mxfp4::BLOCK == cols))
@@ -253,7 +259,8 @@ fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<Stri
                     let stored = Stored::Mxfp4 { codes: name.into(), scales, first_row: 0, step: 1, rows, cols };
                     (name.to_string(), vec![rows, cols], stored)
                 })
-        } else if let (Some(module), Dtype::F8E4M3, &[rows, cols]) = (name.strip_suffix(".weight"), entry.dtype, &entry.shape[..]) {
+        } else if let (Some(module), Dtype::F8E4M3, &[rows, cols]) = (name.strip_suffix(".weight"), entry.dtype, &entry.shape[..])
+        {
             let stored = |scale| Stored::Fp8 { name: name.into(), scale, block };
             scale_of(module).map(|scale| (name.to_string(), vec![rows, cols], stored(scale)))
         } else {

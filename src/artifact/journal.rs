@@ -4,10 +4,10 @@
 //! weight file that is on disk, with size and sha256. A run that would not write the same bytes is refused.
 
 use super::error::ArtifactError;
+use super::inventory::Inventory;
 use super::manifest::{FileSum, Recipe};
 use super::plan::Plan;
 use super::sums::{hash_files, hex};
-use super::inventory::Inventory;
 use crate::files::{self, FileError, JOURNAL, LineLog};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};

@@ -2,9 +2,9 @@
 
 use super::config::{self, Caveat};
 use super::error::ArtifactError;
+use super::inventory::Inventory;
 use super::layout::{self, Content, Shard, Tensor, Unit};
 use super::manifest::{Action, Row, Totals};
-use super::inventory::Inventory;
 use super::weights::{Data, Stored};
 use crate::checkpoint::mxfp4;
 use crate::ids::{Part, Role, TensorId};
@@ -139,9 +139,7 @@ impl Planner<'_> {
             }
         };
         let source_bytes: u64 = match stored {
-            Stored::Slice { .. } | Stored::Gather { .. } => {
-                self.source_dtype(&stored.first_tensor())?.bytes(elements) as u64
-            }
+            Stored::Slice { .. } | Stored::Gather { .. } => self.source_dtype(&stored.first_tensor())?.bytes(elements) as u64,
             Stored::Mxfp4 { rows, cols, .. } => (rows * (cols / 2 + cols / mxfp4::BLOCK)) as u64,
             _ => self.weights.file_tensors(id).iter().map(|n| self.entry_bytes(n)).sum::<Result<u64, _>>()?,
         };

@@ -162,7 +162,8 @@ impl<'a> Batch<'a> {
             Content::Decoded { id } => self.weight(*id, What::Floats { dtype: tensor.dtype }),
             Content::DecodedSide { source } => {
                 let vanished = || ArtifactError::Vanished { tensor: source.clone() };
-                let (weight, stored) = (weights.side(source).ok_or_else(vanished)?, weights.side_stored(source).ok_or_else(vanished)?);
+                let (weight, stored) =
+                    (weights.side(source).ok_or_else(vanished)?, weights.side_stored(source).ok_or_else(vanished)?);
                 self.rows(weight, stored, What::Floats { dtype: tensor.dtype })
             }
             Content::Codes { id, bits, group } => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group }),

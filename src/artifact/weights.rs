@@ -350,7 +350,10 @@ fn side_form(checkpoint: &Checkpoint, name: &str, block: [usize; 2]) -> Stored {
     let coded = checkpoint.entry(name).is_some_and(|e| e.dtype == Dtype::F8E4M3 && e.shape.len() == 2);
     let module = name.strip_suffix(".weight").filter(|_| coded);
     let scale = module.and_then(|module| {
-        ["weight_scale_inv", "weight_scale", "scale"].map(|s| format!("{module}.{s}")).into_iter().find(|s| checkpoint.entry(s).is_some())
+        ["weight_scale_inv", "weight_scale", "scale"]
+            .map(|s| format!("{module}.{s}"))
+            .into_iter()
+            .find(|s| checkpoint.entry(s).is_some())
     });
     match scale {
         Some(scale) => Stored::Fp8 { name: name.into(), scale, block },

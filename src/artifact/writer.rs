@@ -1,13 +1,13 @@
 //! Writes an artifact: carries out a [`Plan`], adds the side files, and ends with the manifest.
 
 use super::error::ArtifactError;
+use super::inventory::Inventory;
 use super::journal::{Begun, Journal};
 use super::layout;
 use super::manifest::{self, FileSum, Manifest, Recipe, Source, VERSION};
 use super::plan::Plan;
 use super::stream::write_shards;
 use super::sums::{hash_files, hex};
-use super::inventory::Inventory;
 use crate::files::{self, Existing, JOURNAL, OutputDir};
 use crate::quant::round::Method;
 use serde_json::Value;

@@ -40,6 +40,12 @@ pub fn export(args: &ExportArgs, out: Out) -> Result<Status> {
         0 => "every code and scale as in the model or newly rounded".to_string(),
         n => format!("{n} of {} scales rounded to half precision", done.scales),
     };
-    out.line(format!("{}: {}, {} tensors ({}), {exact}", args.gguf.display(), report::bytes(done.bytes), done.tensors, shown.join(", ")));
+    out.line(format!(
+        "{}: {}, {} tensors ({}), {exact}",
+        args.gguf.display(),
+        report::bytes(done.bytes),
+        done.tensors,
+        shown.join(", ")
+    ));
     Ok(Status::Done)
 }

@@ -2,12 +2,12 @@
 
 use super::Status;
 use crate::artifact::config::quantization_config;
-use crate::artifact::plan;
 use crate::artifact::inventory::Inventory;
+use crate::artifact::plan;
 use crate::artifact::weights::{Data, Stored};
+use crate::checkpoint::mxfp4;
 use crate::cli::InspectArgs;
 use crate::ids::{Component, Role, TensorId};
-use crate::checkpoint::mxfp4;
 use crate::model::family;
 use crate::model::outline::{Heads, Outline};
 use crate::profile::precision::{Decisions, Profile, decide};

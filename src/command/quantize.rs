@@ -2,9 +2,9 @@
 
 use super::{Interrupt, Status, UserError, measure};
 use crate::artifact::config::Caveat;
+use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::{Action, Manifest, Recipe};
 use crate::artifact::plan::{self, Choice, Plan};
-use crate::artifact::inventory::Inventory;
 use crate::artifact::writer;
 use crate::cli::QuantizeArgs;
 use crate::files::{self, Existing, FileError};

@@ -1,9 +1,9 @@
 //! `moe verify`: whether an artifact is whole, sound, and true to its source.
 
 use super::{Status, UserError};
+use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::Manifest;
 use crate::artifact::sums::hash_files;
-use crate::artifact::inventory::Inventory;
 use crate::artifact::weights::{Data, Stored, Weight};
 use crate::cli::VerifyArgs;
 use crate::files::FileError;

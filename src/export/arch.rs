@@ -52,7 +52,8 @@ pub fn keys(weights: &Weights) -> Result<(Keys, Vec<String>), ExportError> {
         warnings.push("llama.cpp does not apply this family's sliding window; texts longer than it come out differently".into());
     }
     if arch == "phimoe" {
-        warnings.push("llama.cpp routes this family by a plain softmax over its two best experts, not by its sparse mixer".into());
+        warnings
+            .push("llama.cpp routes this family by a plain softmax over its two best experts, not by its sparse mixer".into());
     }
     let dense = spec.layers.iter().find_map(|l| if let Ffn::Dense { width } = l.ffn { Some(width) } else { None });
     let mut out = Out { arch, keys: Vec::new() };

@@ -145,5 +145,6 @@ fn side_file(dir: &Path, name: &str) -> Result<Json, ExportError> {
     if !path.exists() {
         return Ok(Json::Null);
     }
-    serde_json::from_slice(&files::read(&path)?).map_err(|e| ExportError::Tokenizer { path, what: format!("it is not JSON: {e}") })
+    serde_json::from_slice(&files::read(&path)?)
+        .map_err(|e| ExportError::Tokenizer { path, what: format!("it is not JSON: {e}") })
 }

@@ -106,7 +106,7 @@ fn name(id: TensorId) -> String {
 }
 
 /// The type a tensor gets. Packed codes keep their width; of floats, experts get 4 bits, other projections 8, embedding, head and
-/// latent up-projections stay, and what llama.cpp adds or compares in full precision becomes F32.
+/// latent projections stay, and what llama.cpp adds or compares in full precision becomes F32.
 fn kind(id: TensorId, weight: &Weight<'_>, requantized: bool) -> Kind {
     let whole = weight.cols.is_multiple_of(ggml::BLOCK);
     let float = match &weight.data {
@@ -120,11 +120,23 @@ fn kind(id: TensorId, weight: &Weight<'_>, requantized: bool) -> Kind {
     match (&weight.data, id.role) {
         _ if vector => Kind::F32,
         (_, Role::Router | Role::SharedRouter) => Kind::F32,
-        (Data::Packed(p), _) if ggml::fits(p.group, p.cols) => if p.bits == Bits::Four { Kind::Q4_0 } else { Kind::Q8_0 },
+        (Data::Packed(p), _) if ggml::fits(p.group, p.cols) => {
+            if p.bits == Bits::Four {
+                Kind::Q4_0
+            } else {
+                Kind::Q8_0
+            }
+        }
         _ if !whole => float,
         _ if requantized => Kind::Q4_0,
-        (Data::Packed(p), _) => if p.bits == Bits::Four { Kind::Q4_0 } else { Kind::Q8_0 },
-        (_, Role::Embed | Role::Head | Role::KvB) => float,
+        (Data::Packed(p), _) => {
+            if p.bits == Bits::Four {
+                Kind::Q4_0
+            } else {
+                Kind::Q8_0
+            }
+        }
+        (_, Role::Embed | Role::Head | Role::QA | Role::KvA | Role::KvB) => float,
         _ if id.expert.is_some() => Kind::Q4_0,
         _ => Kind::Q8_0,
     }
@@ -166,7 +178,14 @@ impl Tensor<'_> {
     }
 
     /// One row as it is written.
-    fn row(&self, dst: &mut [u8], id: TensorId, weight: &Weight<'_>, row: usize, floats: &mut Vec<f32>) -> Result<Scales, ExportError> {
+    fn row(
+        &self,
+        dst: &mut [u8],
+        id: TensorId,
+        weight: &Weight<'_>,
+        row: usize,
+        floats: &mut Vec<f32>,
+    ) -> Result<Scales, ExportError> {
         let bias = id.part == Part::Bias;
         let from = match &self.order {
             Some(order) if !bias => order[row],

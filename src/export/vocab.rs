@@ -76,7 +76,8 @@ pub fn keys(dir: &Path, spec: &ModelSpec) -> Result<Option<Vocab>, ExportError> 
         put("model", Value::Text("gpt2".into()));
         let pre = splitter(&json["pre_tokenizer"]);
         if pre.is_none() {
-            warnings.push("the tokenizer splits text by an expression that llama.cpp has no name for; token ids may differ".into());
+            warnings
+                .push("the tokenizer splits text by an expression that llama.cpp has no name for; token ids may differ".into());
         }
         put("pre", Value::Text(pre.unwrap_or("default").into()));
         put("merges", Value::Texts(merges.iter().map(|[left, right]| format!("{left} {right}")).collect()));

@@ -204,7 +204,15 @@ pub fn read(config: &Value, tensors: &[Logical<'_>]) -> Result<Structure, Struct
     let fused = FUSED.iter().find(|rule| rule.model_types.contains(&keys.model_type.as_str()));
     let layers = main_layers(&paths, fused).ok_or_else(|| keys.refusal(tensors))?;
     let num_layers = keys.count(&["num_hidden_layers", "num_layers", "n_layer", "n_layers"]);
-    let mut reading = Reading { keys: &keys, fused, layers: &layers, members: BTreeMap::new(), modules: HashMap::new(), aside: Vec::new(), twice: Vec::new() };
+    let mut reading = Reading {
+        keys: &keys,
+        fused,
+        layers: &layers,
+        members: BTreeMap::new(),
+        modules: HashMap::new(),
+        aside: Vec::new(),
+        twice: Vec::new(),
+    };
     let mut blocks: BTreeMap<u32, BTreeSet<String>> = BTreeMap::new();
     for path in &paths {
         match reading.aside(path, num_layers) {
@@ -441,7 +449,9 @@ impl Reading<'_> {
         let width = self.keys.count(&["hidden_size", "d_model", "n_embd"]);
         let facing = if which == 0 { cols } else { out };
         let matrices = if which == 0 { 2 } else { 1 };
-        let sound = !path.shape.contains(&0) && out % matrices == 0 && (which == 0 && part == Part::Bias || width.is_none_or(|w| w == facing));
+        let sound = !path.shape.contains(&0)
+            && out % matrices == 0
+            && (which == 0 && part == Part::Bias || width.is_none_or(|w| w == facing));
         if !sound || self.keys.count(EXPERT_KEYS).is_some_and(|n| n != experts) {
             return Err(refuse());
         }
@@ -611,7 +621,9 @@ impl Reading<'_> {
 fn outline(keys: &Keys<'_>, members: &[Member], num_layers: Option<usize>) -> Outline {
     let width_of = |role: Role| {
         let first = members.iter().find(|m| m.id.role == role && m.id.part == Part::Weight);
-        first.and_then(|m| if matches!(role, Role::ExpertDown | Role::SharedDown | Role::MlpDown) { m.shape.get(1) } else { m.shape.first() })
+        first.and_then(|m| {
+            if matches!(role, Role::ExpertDown | Role::SharedDown | Role::MlpDown) { m.shape.get(1) } else { m.shape.first() }
+        })
     };
     let with_experts: BTreeSet<LayerId> = members.iter().filter(|m| m.id.expert.is_some()).filter_map(|m| m.id.layer).collect();
     let first = with_experts.first().copied();
