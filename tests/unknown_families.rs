@@ -241,6 +241,21 @@ fn families() -> Vec<Family> {
             router: "model.layers.1.feed_forward.router.weight",
             copied: &["model.layers.0.mamba.in_proj.weight", "model.layers.0.mamba.x_proj.weight"],
         },
+        // A shared expert as wide as there are experts is no router.
+        Family {
+            config: config("dots1", json!({"n_routed_experts": E})),
+            lines: "model.layers.1.mlp.a_shared_experts.gate_proj.weight 4x128
+                model.layers.1.mlp.shared_experts.gate_proj.weight 4x128
+                model.layers.1.mlp.shared_experts.up_proj.weight 4x128
+                model.layers.1.mlp.shared_experts.down_proj.weight 128x4
+                model.layers.1.mlp.zz_router.weight 4x128
+                model.layers.1.mlp.experts.{e}.gate_proj.weight 64x128
+                model.layers.1.mlp.experts.{e}.up_proj.weight 64x128
+                model.layers.1.mlp.experts.{e}.down_proj.weight 128x64",
+            packed: (3 + 3 * E, &["model.layers.1.mlp.shared_experts.up_proj"]),
+            router: "model.layers.1.mlp.zz_router.weight",
+            copied: &["model.layers.1.mlp.a_shared_experts.gate_proj.weight"],
+        },
         Family {
             config: config("arctic", json!({"num_local_experts": E})),
             lines: "model.layers.1.self_attn.q_proj.weight 128x128
@@ -366,7 +381,13 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
     let concat: At = |m, e, r, c| if m < 2 { (e * 2 * F + m * F + r) * D + c } else { (e * D + r) * F + c };
     let transposed: At = |m, e, r, c| if m < 2 { (e * D + c) * 2 * F + m * F + r } else { (e * F + c) * D + r };
     let interleaved: At = |m, e, r, c| if m < 2 { (e * D + c) * 2 * F + 2 * r + m } else { (e * F + c) * D + r };
-    let cases: [(&str, &str, &str, At); 4] = [
+    let cases: [(&str, &str, &str, At); 5] = [
+        (
+            "granitemoehybrid",
+            "block_sparse_moe.router.layer.weight 4x128\nshared_mlp.input_linear.weight 256x128\nmamba.in_proj.weight 64x128",
+            "block_sparse_moe.input_linear.weight 4x128x128\nblock_sparse_moe.output_linear.weight 4x128x64",
+            concat,
+        ),
         ("qwen3_5_moe", "mlp.gate.weight 4x128", "mlp.experts.gate_up_proj 4x128x128\nmlp.experts.down_proj 4x128x64", concat),
         (
             "qwen3_vl_moe",
@@ -387,7 +408,9 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
         let built =
             checkpoint(config(model_type, json!({"num_experts": E, "num_hidden_layers": 1})), &(lines + attention)).build();
         let made = quantized(built.path(), &built.root().join("out"), &[]);
-        let block = fused.split(".experts").next().unwrap();
+        let block = fused.split('.').next().unwrap();
+        let stored: Vec<&str> = fused.lines().map(|l| l.split(' ').next().unwrap()).collect();
+        let children = if block == "block_sparse_moe" { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
         let source = tensors(built.path());
         let values = |name: &str| -> Vec<f32> {
             source[name].2.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
@@ -409,15 +432,15 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
         let plain = plain.build();
         let wanted = quantized(plain.path(), &plain.root().join("out"), &[]);
         for e in 0..E {
-            for child in ["gate_proj", "up_proj", "down_proj"] {
+            for (child, plain) in children.into_iter().zip(["gate_proj", "up_proj", "down_proj"]) {
                 let found = made.dequantized(&format!("model.layers.0.{block}.experts.{e}.{child}"));
                 assert!(
-                    found == wanted.dequantized(&format!("model.layers.0.mlp.experts.{e}.{child}")),
+                    found == wanted.dequantized(&format!("model.layers.0.mlp.experts.{e}.{plain}")),
                     "{model_type} {e} {child}"
                 );
             }
         }
-        assert_eq!(made.row(&format!("model.layers.0.{block}.experts.down_proj")).action, Action::Split);
+        assert_eq!(made.row(&format!("model.layers.0.{}", stored[1])).action, Action::Split);
     }
 }
 

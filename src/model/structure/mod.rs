@@ -4,12 +4,20 @@
 //! `model_type` settles; the router is a matrix beside them with a row for each expert. Everything that is not recognised
 //! stands aside and is copied. Knows spellings and shapes only; nothing here suffices to run a model.
 
+mod fused;
+mod keys;
+mod path;
+
 use super::names::{Readers, Spelling};
 use super::outline::{Experts, Heads, Outline};
 use crate::ids::{ExpertId, LayerId, Part, Role, TensorId};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
+
+use fused::{FUSED, FusedRule};
+use keys::{EXPERT_KEYS, Keys, WIDTH_KEYS};
+use path::{Path, is_number, module_of, predicts_further};
 
 /// Why nothing can be done with a checkpoint of an unknown family.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -156,44 +164,6 @@ pub struct Structure {
     pub aside: Vec<(String, Aside)>,
 }
 
-/// A layout of fused experts that a `model_type` settles.
-struct FusedRule {
-    model_types: &'static [&'static str],
-    /// Names of the tensors inside the block: gate and up, and down.
-    tensors: [&'static str; 2],
-    /// `[E, in, out]` rather than `[E, out, in]`.
-    transposed: bool,
-    /// Gate and up alternate rather than follow one another.
-    interleaved: bool,
-}
-
-const FUSED: &[FusedRule] = &[
-    FusedRule {
-        model_types: &["qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text"],
-        tensors: ["experts.gate_up_proj", "experts.down_proj"],
-        transposed: false,
-        interleaved: false,
-    },
-    FusedRule {
-        model_types: &["granitemoeshared", "granitemoehybrid"],
-        tensors: ["input_linear.weight", "output_linear.weight"],
-        transposed: false,
-        interleaved: false,
-    },
-    FusedRule {
-        model_types: &["llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"],
-        tensors: ["experts.gate_up_proj", "experts.down_proj"],
-        transposed: true,
-        interleaved: false,
-    },
-    FusedRule {
-        model_types: &["gpt_oss"],
-        tensors: ["experts.gate_up_proj", "experts.down_proj"],
-        transposed: true,
-        interleaved: true,
-    },
-];
-
 /// Components that hold a text model without being one.
 const TOWERS: &[&str] = &["visual", "vision", "audio", "multi_modal", "multimodal", "mm_projector", "aligner", "image", "speech"];
 
@@ -246,105 +216,6 @@ pub fn read(config: &Value, tensors: &[Logical<'_>]) -> Result<Structure, Struct
     Ok(Structure { outline, names: FoundNames { modules, layers }, members, aside })
 }
 
-/// The config's few keys, wherever it nests its text model.
-struct Keys<'a> {
-    model_type: String,
-    objects: Vec<&'a Value>,
-}
-
-const EXPERT_KEYS: &[&str] = &["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"];
-
-impl<'a> Keys<'a> {
-    fn of(config: &'a Value) -> Self {
-        let nested = ["text_config", "llm_config", "language_config", "ffn_config", "attn_config"];
-        let mut objects = vec![config];
-        objects.extend(nested.iter().filter_map(|k| config.get(k)).filter(|v| v.is_object()));
-        let model_type = config.get("model_type").and_then(Value::as_str).unwrap_or_default().to_string();
-        Self { model_type, objects }
-    }
-
-    fn get(&self, keys: &[&str]) -> Option<&'a Value> {
-        self.objects.iter().find_map(|o| keys.iter().find_map(|k| o.get(k).filter(|v| !v.is_null())))
-    }
-
-    fn count(&self, keys: &[&str]) -> Option<usize> {
-        self.get(keys)?.as_u64().and_then(|n| usize::try_from(n).ok())
-    }
-
-    fn tied(&self) -> Option<bool> {
-        self.get(&["tie_word_embeddings"]).and_then(Value::as_bool)
-    }
-
-    /// Why no experts were found: a fused tensor is the likeliest cause, if there is one.
-    fn refusal(&self, tensors: &[Logical<'_>]) -> StructureError {
-        let experts = self.count(EXPERT_KEYS);
-        let stacked = |t: &&Logical<'_>| t.shape.len() == 3 && experts.is_some_and(|e| t.shape[0] == e);
-        let named = |t: &&Logical<'_>| t.shape.len() >= 2 && t.name.split('.').any(|p| p == "experts");
-        let model_type = self.model_type.clone();
-        let of_model = || tensors.iter().filter(|t| !predicts_further(t.name));
-        match of_model().find(stacked).or_else(|| of_model().find(named)) {
-            Some(t) => StructureError::Fused { model_type, tensor: t.name.into(), shape: t.shape.to_vec() },
-            None => StructureError::NoExperts { model_type },
-        }
-    }
-}
-
-/// A name taken apart: what holds the layers, which layer, what lies inside it.
-struct Path<'a> {
-    name: &'a str,
-    shape: &'a [usize],
-    blocks: bool,
-    /// Before the number of the layer.
-    layers: &'a str,
-    layer: Option<u32>,
-    /// Behind it, or the whole name.
-    inner: &'a str,
-}
-
-fn is_number(part: &str) -> bool {
-    !part.is_empty() && part.len() <= 6 && part.bytes().all(|b| b.is_ascii_digit())
-}
-
-impl<'a> Path<'a> {
-    fn of(tensor: &Logical<'a>) -> Self {
-        let mut at = 0;
-        let (mut layers, mut layer, mut inner) = ("", None, tensor.name);
-        for part in tensor.name.split('.') {
-            if at > 0 && is_number(part) {
-                layers = &tensor.name[..at - 1];
-                layer = part.parse().ok();
-                inner = tensor.name.get(at + part.len() + 1..).unwrap_or_default();
-                break;
-            }
-            at += part.len() + 1;
-        }
-        Self { name: tensor.name, shape: tensor.shape, blocks: tensor.blocks, layers, layer, inner }
-    }
-
-    /// Block, expert and projection of an expert's own tensor, and whether it is a bias.
-    fn expert(&self) -> Option<(&'a str, u32, &'a str, Part)> {
-        let (module, part) = module_of(self.inner)?;
-        let at = module.find("experts.").filter(|&at| at == 0 || module.as_bytes()[at - 1] == b'.')?;
-        let (index, projection) = module[at + "experts.".len()..].split_once('.')?;
-        let whole = is_number(index) && !projection.contains('.');
-        whole.then(|| (module[..at].trim_end_matches('.'), index.parse().unwrap_or(0), projection, part))
-    }
-
-    /// Block, which of the two tensors, and part of a fused tensor.
-    fn fused(&self, rule: &FusedRule) -> Option<(&'a str, usize, Part)> {
-        rule.tensors.iter().enumerate().find_map(|(which, end)| {
-            let bias = format!("{}_bias", end.trim_end_matches(".weight"));
-            let cut = |end: &str| self.inner.strip_suffix(end).filter(|b| b.is_empty() || b.ends_with('.'));
-            let block = |b: &'a str| b.trim_end_matches('.');
-            cut(end).map(|b| (block(b), which, Part::Weight)).or_else(|| cut(&bias).map(|b| (block(b), which, Part::Bias)))
-        })
-    }
-}
-
-fn module_of(name: &str) -> Option<(&str, Part)> {
-    name.strip_suffix(".weight").map(|m| (m, Part::Weight)).or_else(|| name.strip_suffix(".bias").map(|m| (m, Part::Bias)))
-}
-
 /// What holds the layers that most experts lie in.
 fn main_layers(paths: &[Path<'_>], fused: Option<&FusedRule>) -> Option<String> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
@@ -353,10 +224,6 @@ fn main_layers(paths: &[Path<'_>], fused: Option<&FusedRule>) -> Option<String> 
         *counts.entry(path.layers).or_default() += 1;
     }
     counts.into_iter().max_by_key(|(_, n)| *n).map(|(layers, _)| layers.to_string())
-}
-
-fn predicts_further(name: &str) -> bool {
-    name.split('.').any(|part| part.starts_with("mtp") || part.starts_with("nextn"))
 }
 
 struct Reading<'a> {
@@ -431,53 +298,6 @@ impl Reading<'_> {
         Ok(Some(block.into()))
     }
 
-    /// The experts' matrices inside a fused tensor, as a rule of this `model_type` lays them out.
-    fn split(&mut self, path: &Path<'_>, layer: LayerId, block: &str, which: usize, part: Part) -> Result<(), StructureError> {
-        let refuse = || StructureError::Fused {
-            model_type: self.keys.model_type.clone(),
-            tensor: path.name.into(),
-            shape: path.shape.to_vec(),
-        };
-        let Some(rule) = self.fused else { return Err(refuse()) };
-        let transposed = rule.transposed && !path.blocks && part == Part::Weight;
-        let (experts, out, cols) = match (part, path.shape) {
-            (Part::Bias, &[e, out]) => (e, out, 1),
-            (Part::Weight, &[e, cols, out]) if transposed => (e, out, cols),
-            (Part::Weight, &[e, out, cols]) => (e, out, cols),
-            _ => return Err(refuse()),
-        };
-        let width = self.keys.count(&["hidden_size", "d_model", "n_embd"]);
-        let facing = if which == 0 { cols } else { out };
-        let matrices = if which == 0 { 2 } else { 1 };
-        let sound = !path.shape.contains(&0)
-            && out % matrices == 0
-            && (which == 0 && part == Part::Bias || width.is_none_or(|w| w == facing));
-        if !sound || self.keys.count(EXPERT_KEYS).is_some_and(|n| n != experts) {
-            return Err(refuse());
-        }
-        let rows = out / matrices;
-        let (row, col) = if transposed { (1, out) } else { (cols, 1) };
-        for e in 0..experts {
-            for m in 0..matrices {
-                let role = [[Role::ExpertGate, Role::ExpertUp], [Role::ExpertDown, Role::ExpertDown]][which][m];
-                let (first_row, step) = if matrices == 2 && rule.interleaved { (m, 2) } else { (m * rows, 1) };
-                let first = e * out * cols + first_row * row;
-                let id = TensorId { part, ..TensorId::expert(layer, ExpertId(e as u32), role) };
-                let (strides, shape) = match part {
-                    Part::Weight => ([step * row, col], vec![rows, cols]),
-                    Part::Bias => ([step * rows, step], vec![rows]),
-                };
-                let child = ["gate_proj", "up_proj", "down_proj"][which * 2 + m];
-                let module = format!("{}.{}.{block}", self.layers, layer.0);
-                let module = format!("{}.experts.{e}.{child}", module.trim_end_matches('.'));
-                if !self.add(id, module, shape, Place::Part { name: path.name.into(), first, strides }) {
-                    return Err(refuse());
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// The role of an expert's projection: by its usual names, else by which side faces the model.
     fn projection(&self, name: &str, shape: &[usize]) -> Option<Role> {
         match name {
@@ -486,7 +306,7 @@ impl Reading<'_> {
             "down_proj" | "w2" | "down" | "fc2" | "wo" => return Some(Role::ExpertDown),
             _ => {}
         }
-        let width = self.keys.count(&["hidden_size", "d_model", "n_embd"])?;
+        let width = self.keys.count(WIDTH_KEYS)?;
         match shape {
             &[rows, cols] if rows == width && cols != width => Some(Role::ExpertDown),
             &[rows, cols] if cols == width && rows != width && name.ends_with(['v', '3']) => Some(Role::ExpertUp),
@@ -522,12 +342,17 @@ impl Reading<'_> {
                 return error(format!("expert {e} has other projections than expert 0"));
             }
             let inside = if block.is_empty() { String::new() } else { format!("{block}.") };
-            let router = paths.iter().filter(|p| p.layer == Some(layer) && p.layers == self.layers).find(|p| {
-                let beside = p.inner.strip_prefix(inside.as_str()).filter(|rest| !rest.starts_with("experts."));
-                let named = |rest: &str| !block.is_empty() || rest.split('.').any(|part| part == "gate" || part == "router");
+            let beside = |p: &&Path<'_>| {
+                let rest = p.inner.strip_prefix(inside.as_str()).and_then(|rest| rest.strip_suffix(".weight"));
+                let rest =
+                    rest.filter(|rest| p.layer == Some(layer) && p.layers == self.layers && !rest.starts_with("experts."))?;
                 let rows = p.shape.len() == 2 && (p.shape[0] == experts || (idle > 0 && p.shape[0] == experts + idle));
-                rows && beside.is_some_and(|rest| rest.ends_with(".weight") && named(rest))
-            });
+                let projection = rest.ends_with("_proj") || ["w1", "w2", "w3"].contains(&rest.rsplit('.').next()?);
+                let named = rest.split('.').any(|part| part == "gate" || part == "router");
+                (rows && !projection && (named || !block.is_empty())).then_some(named)
+            };
+            // One that is called so before one that only has its shape.
+            let router = paths.iter().filter_map(|p| Some((beside(&p)?, p))).min_by_key(|(named, _)| !named).map(|(_, p)| p);
             let Some(router) = router else { return Err(StructureError::NoRouter { block: whole(block), experts }) };
             let module = router.name.trim_end_matches(".weight").to_string();
             let id = TensorId::layer(LayerId(layer), Role::Router);
