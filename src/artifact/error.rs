@@ -5,6 +5,9 @@ use crate::files::FileError;
 use crate::tensor::Dtype;
 use std::path::PathBuf;
 
+/// The way on for a run that was stopped.
+const RESUME: &str = "run the same command with `--resume` to continue";
+
 /// Why an artifact cannot be written.
 #[derive(Debug, thiserror::Error)]
 pub enum ArtifactError {
@@ -118,10 +121,11 @@ impl ArtifactError {
             ArtifactError::Unfinished { .. } => Some("pass `--resume` to continue it, or `--force` to start over".into()),
             ArtifactError::Changed { .. } => Some("undo the change, or pass `--force` without `--resume` to start over".into()),
             ArtifactError::Stopped { source, .. } => {
-                let cure = source.hint().map_or_else(String::new, |hint| hint + "; then ");
-                Some(cure + "run the same command with `--resume` to continue")
+                let cure = source.hint().filter(|hint| hint != RESUME).map_or_else(String::new, |hint| hint + "; then ");
+                Some(cure + RESUME)
             }
-            ArtifactError::Interrupted | ArtifactError::Json(_) | ArtifactError::Vanished { .. } => None,
+            ArtifactError::Interrupted => Some(RESUME.into()),
+            ArtifactError::Json(_) | ArtifactError::Vanished { .. } => None,
         }
     }
 

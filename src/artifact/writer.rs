@@ -40,6 +40,9 @@ pub struct Job<'a> {
     pub write_delay: Duration,
     /// Asked often; once it says so, writing ends soon.
     pub stopped: &'a (dyn Fn() -> bool + Sync),
+    /// Called before the first byte of a resumed run with the number of weight files done, of files in all, and about how many
+    /// source bytes that saves.
+    pub resumed: &'a (dyn Fn(usize, usize, u64) + Sync),
     /// Called with the number of source bytes done since the last call.
     pub progress: &'a (dyn Fn(u64) + Sync),
 }
@@ -67,6 +70,9 @@ pub fn write(job: Job<'_>) -> Result<Manifest, ArtifactError> {
         Some(past) => {
             let finished = past.shards.iter().map(|sum| sum.name.as_str());
             dir.clear(&finished.chain([JOURNAL]).collect::<Vec<_>>())?;
+            let written: u64 = past.shards.iter().map(|sum| sum.bytes).sum();
+            let share = written as f64 / plan.shards.iter().map(|shard| shard.bytes).sum::<u64>().max(1) as f64;
+            (job.resumed)(past.shards.len(), total, (share * plan.totals.source_bytes as f64) as u64);
             past
         }
         None => {

@@ -17,6 +17,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Below this the working memory of threads counts for more than the weights.
@@ -40,6 +41,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         return Ok(Status::Done);
     }
     let interrupt = Interrupt::install()?;
+    let read = AtomicU64::new(0);
     let started = Instant::now();
     let bar = out.bytes(plan.totals.source_bytes, "quantize");
     let written = writer::write(writer::Job {
@@ -54,11 +56,18 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         max_memory: request.max_memory,
         write_delay: Duration::from_millis(args.write_delay),
         stopped: &|| interrupt.pressed(),
-        progress: &|n| bar.advance(n),
+        resumed: &|finished, total, saved| {
+            out.note(format!("resuming with {finished} of {total} weight files done"));
+            bar.advance(saved);
+        },
+        progress: &|n| {
+            read.fetch_add(n, Ordering::Relaxed);
+            bar.advance(n);
+        },
     });
     bar.finish();
     let manifest = written?;
-    show_result(args, &manifest, started.elapsed().as_secs_f64(), out)?;
+    show_result(args, &manifest, read.into_inner(), started.elapsed().as_secs_f64(), out)?;
     Ok(Status::Done)
 }
 
@@ -267,9 +276,9 @@ fn readers(plan: &Plan) -> String {
     }
 }
 
-fn show_result(args: &QuantizeArgs, manifest: &Manifest, seconds: f64, out: Out) -> Result<()> {
+fn show_result(args: &QuantizeArgs, manifest: &Manifest, read: u64, seconds: f64, out: Out) -> Result<()> {
     let totals = &manifest.totals;
-    let gb_s = totals.source_bytes as f64 / 1e9 / seconds.max(1e-9);
+    let gb_s = read as f64 / 1e9 / seconds.max(1e-9);
     out.json(&json!({
         "output": args.output, "family": manifest.family, "recipe": manifest.recipe, "totals": totals,
         "shards": manifest.shards, "seconds": seconds, "read_gb_s": gb_s,
