@@ -415,10 +415,7 @@ fn fused_experts_are_split_as_their_family_lays_them_out() {
         let values = |name: &str| -> Vec<f32> {
             source[name].2.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
         };
-        let both = [
-            values(&format!("model.layers.0.{block}.experts.gate_up_proj")),
-            values(&format!("model.layers.0.{block}.experts.down_proj")),
-        ];
+        let both = [values(&format!("model.layers.0.{}", stored[0])), values(&format!("model.layers.0.{}", stored[1]))];
         // The same experts as matrices of their own, quantized by the same tool.
         let mut plain = TestCheckpoint::new().config(config("dots1", json!({"num_experts": E, "num_hidden_layers": 1})));
         plain = plain.random("model.layers.0.mlp.gate.weight", Dtype::BF16, &[E, D], 1);

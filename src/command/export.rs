@@ -23,9 +23,10 @@ pub fn export(args: &ExportArgs, out: Out) -> Result<Status> {
     if args.gguf.exists() && !args.force {
         return Err(FileError::Exists { path: args.gguf.clone() }.into());
     }
-    let bar = out.bytes(0, "export");
-    let done = export::gguf(&weights, source.as_ref(), &args.gguf, &|n| bar.advance(n));
-    bar.finish();
+    let bar = std::cell::OnceCell::new();
+    let advance = |n: u64, total: u64| bar.get_or_init(|| out.bytes(total, "export")).advance(n);
+    let done = export::gguf(&weights, source.as_ref(), &args.gguf, &advance);
+    bar.get().iter().for_each(|b| b.finish());
     let done = done?;
     for warning in &done.warnings {
         out.warn(warning);

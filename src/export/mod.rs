@@ -95,8 +95,14 @@ pub struct Exported {
 }
 
 /// Writes `weights` as a GGUF file. Packed weights keep their codes; with `source`, the checkpoint that they were made from,
-/// those whose groups are wider than a block of 32 are rounded anew. `progress` is told the bytes written.
-pub fn gguf(weights: &Weights, source: Option<&Weights>, path: &Path, progress: &dyn Fn(u64)) -> Result<Exported, ExportError> {
+/// those whose groups are wider than a block of 32 are rounded anew. `progress` is told the bytes written
+/// since the last call, and those of the whole file.
+pub fn gguf(
+    weights: &Weights,
+    source: Option<&Weights>,
+    path: &Path,
+    progress: &dyn Fn(u64, u64),
+) -> Result<Exported, ExportError> {
     let (mut keys, mut warnings) = arch::keys(weights)?;
     let dir = weights.checkpoint().dir();
     match vocab::keys(dir, weights.spec())? {
@@ -120,6 +126,7 @@ pub fn gguf(weights: &Weights, source: Option<&Weights>, path: &Path, progress: 
             None => exported.types.push((name, 1)),
         }
     }
+    let total = exported.bytes;
     let io = |source: io::Error| ExportError::File(FileError::Io { op: "write", path: path.to_path_buf(), source });
     files::write_whole(path, |file| {
         file.write_all(&header.to_bytes()).map_err(io)?;
@@ -129,7 +136,7 @@ pub fn gguf(weights: &Weights, source: Option<&Weights>, path: &Path, progress: 
                 written += bytes.len() as u64;
                 exported.scales += counts.all;
                 exported.rounded_scales += counts.rounded;
-                progress(bytes.len() as u64);
+                progress(bytes.len() as u64, total);
                 file.write_all(bytes).map_err(io)
             })?;
             file.write_all(&vec![0; gguf::padding(written)]).map_err(io)?;

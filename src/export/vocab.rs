@@ -48,8 +48,8 @@ pub fn keys(dir: &Path, spec: &ModelSpec) -> Result<Option<Vocab>, ExportError> 
         let special = added["special"].as_bool().unwrap_or(false);
         tokens.insert(id as usize, (text.to_string(), if special { CONTROL } else { USER_DEFINED }));
     }
-    for (text, kind) in tokens.values_mut().filter(|(t, _)| Some(t.as_str()) == unknown) {
-        *kind = if text.is_empty() { *kind } else { UNKNOWN };
+    if let Some((_, kind)) = tokens.values_mut().find(|(text, _)| Some(text.as_str()) == unknown) {
+        *kind = UNKNOWN;
     }
     if let Some((&id, _)) = tokens.last_key_value().filter(|(id, _)| **id >= spec.vocab) {
         return Err(refuse(format!("token {id} lies past the embedding's {} rows", spec.vocab)));
