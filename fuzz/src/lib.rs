@@ -3,8 +3,8 @@
 
 use moe::artifact::hot::{self, HotExperts};
 use moe::artifact::inventory::Inventory;
-use moe::artifact::plan::{self, Choice};
 use moe::artifact::manifest::{self, Manifest};
+use moe::artifact::plan::{self, Choice};
 use moe::checkpoint::Checkpoint;
 use moe::model::{family, names};
 use moe::profile::precision::{Profile, decide};
@@ -100,7 +100,9 @@ pub fn inventory(data: &[u8]) {
                 let decisions = decide(inventory.tensors(), inventory.outline().tied, &[], &Profile::built_in("mixed").unwrap());
                 let choose = |id| Choice { format: decisions.format(id), reason: None };
                 let Ok(plan) = plan::plan(&inventory, choose, 1 << 20) else { return };
-                assert_eq!(plan.totals.source_bytes, inventory.checkpoint().names().map(|n| inventory.checkpoint().entry(n).unwrap().range.len() as u64).sum());
+                let checkpoint = inventory.checkpoint();
+                let bytes: usize = checkpoint.names().map(|n| checkpoint.entry(n).unwrap().range.len()).sum();
+                assert_eq!(plan.totals.source_bytes, bytes as u64, "a tensor is not accounted for");
                 for (id, shape) in inventory.tensors() {
                     let weight = inventory.get(*id).unwrap();
                     assert_eq!(weight.rows * weight.cols, shape.iter().product::<usize>());

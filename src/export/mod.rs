@@ -28,7 +28,7 @@ pub enum ExportError {
         /// Canonical id.
         tensor: String,
         /// Why.
-        source: CheckpointError,
+        source: Box<CheckpointError>,
     },
     /// A weight cannot be rounded.
     #[error("`{tensor}`: {source}")]

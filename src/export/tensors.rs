@@ -27,6 +27,9 @@ pub struct Tensor<'a> {
     table: Vec<f32>,
 }
 
+/// Takes the next bytes of the file.
+pub type Put<'p> = dyn FnMut(&[u8], Scales) -> Result<(), ExportError> + 'p;
+
 /// Rows whose floats are computed together.
 const CHUNK_ELEMENTS: usize = 1 << 20;
 
@@ -155,7 +158,7 @@ fn permutation(weights: &Weights, id: TensorId, weight: &Weight<'_>) -> Option<V
 
 impl Tensor<'_> {
     /// Hands out the bytes in order, in pieces.
-    pub fn write(&self, put: &mut dyn FnMut(&[u8], Scales) -> Result<(), ExportError>) -> Result<(), ExportError> {
+    pub fn write(&self, put: &mut Put<'_>) -> Result<(), ExportError> {
         if !self.table.is_empty() {
             let bytes: Vec<u8> = self.table.iter().flat_map(|x| x.to_le_bytes()).collect();
             return put(&bytes, Scales::default());
@@ -198,7 +201,9 @@ impl Tensor<'_> {
             return Ok(Scales { all: p.cols / p.group, rounded });
         }
         floats.resize(weight.cols, 0.0);
-        weight.decode_rows(floats, from).map_err(|source| ExportError::Decode { tensor: id.to_string(), source })?;
+        weight
+            .decode_rows(floats, from)
+            .map_err(|source| ExportError::Decode { tensor: id.to_string(), source: Box::new(source) })?;
         if let (Some(order), true) = (&self.order, bias) {
             let plain = floats.clone();
             floats.iter_mut().zip(order).for_each(|(x, &i)| *x = plain[i]);

@@ -307,10 +307,10 @@ impl Reading<'_> {
             _ => {}
         }
         let width = self.keys.count(WIDTH_KEYS)?;
-        match shape {
-            &[rows, cols] if rows == width && cols != width => Some(Role::ExpertDown),
-            &[rows, cols] if cols == width && rows != width && name.ends_with(['v', '3']) => Some(Role::ExpertUp),
-            &[rows, cols] if cols == width && rows != width => Some(Role::ExpertGate),
+        match *shape {
+            [rows, cols] if rows == width && cols != width => Some(Role::ExpertDown),
+            [rows, cols] if cols == width && rows != width && name.ends_with(['v', '3']) => Some(Role::ExpertUp),
+            [rows, cols] if cols == width && rows != width => Some(Role::ExpertGate),
             _ => None,
         }
     }
