@@ -17,12 +17,14 @@ use std::path::Path;
 
 const FAMILIES: [&str; 7] = ["deepseek_v2", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"];
 
-/// Width of codes and columns of a scale (`None`: a row); no scheme at all for an unquantized layer.
-type Scheme = Option<(u64, Option<u64>)>;
+/// Width of codes and columns of a scale; `None`: a row.
+type Codes = (u64, Option<u64>);
+/// `None` for an unquantized layer.
+type Scheme = Option<Codes>;
 
 struct Reader {
     ignore: Vec<String>,
-    groups: Vec<(Vec<String>, (u64, Option<u64>))>,
+    groups: Vec<(Vec<String>, Codes)>,
     strict: bool,
 }
 
@@ -51,7 +53,7 @@ impl Reader {
         self.ignore.iter().any(|p| hits(p, name))
     }
 
-    fn target(&self, name: &str) -> Option<(u64, Option<u64>)> {
+    fn target(&self, name: &str) -> Scheme {
         self.groups.iter().find(|(targets, _)| targets.iter().any(|p| hits(p, name))).map(|(_, scheme)| *scheme)
     }
 

@@ -461,7 +461,8 @@ fn mxfp4_blocks_quantize_as_the_values_they_stand_for() {
     let (up, down) = (coded(2 * F, D, 10), coded(D, F, 20));
     let value = |(codes, scales): &(Vec<u8>, Vec<u8>), row: usize, c: usize, cols: usize| {
         let byte = codes[row * cols / 2 + c / 2];
-        e2m1(if c.is_multiple_of(2) { byte & 15 } else { byte >> 4 }) * 2f32.powi(i32::from(scales[row * cols / 32 + c / 32]) - 127)
+        e2m1(if c.is_multiple_of(2) { byte & 15 } else { byte >> 4 })
+            * 2f32.powi(i32::from(scales[row * cols / 32 + c / 32]) - 127)
     };
     let quantization = json!({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]});
     let at = "model.layers.0.mlp";
