@@ -1,8 +1,14 @@
 //! The quantized directory: reading weights from it or from an original, and writing it.
 
 pub mod config;
+pub mod error;
 pub mod hot;
+pub mod inventory;
+mod journal;
 pub mod layout;
 pub mod manifest;
+pub mod plan;
+mod stream;
+pub mod sums;
 pub mod weights;
 pub mod writer;

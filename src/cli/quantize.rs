@@ -29,10 +29,19 @@ pub struct QuantizeArgs {
     /// Largest weight file, e.g. 5GB; one larger tensor or expert makes a larger file.
     #[arg(long, default_value = "5GB", value_name = "SIZE")]
     pub shard_size: String,
+    /// Continue a run that was stopped, from the weight files it had finished; the result is that of an unbroken run.
+    #[arg(long)]
+    pub resume: bool,
+    /// Most memory for weights between reading and writing; more than 600MiB is never needed.
+    #[arg(long, default_value = "4GiB", value_name = "SIZE")]
+    pub max_memory: String,
+    /// Milliseconds to wait before each write; for tests of interruption.
+    #[arg(long, default_value_t = 0, value_name = "MS", hide = true)]
+    pub write_delay: u64,
     /// Print the plan and every problem; write nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Replace an existing artifact.
+    /// Replace an existing artifact; without --resume, also throw away what a stopped run had finished.
     #[arg(long)]
     pub force: bool,
 }

@@ -1,7 +1,7 @@
 //! What `perplexity` and `calibrate` share: windows from texts or task sets, and where reports go.
 
 use super::UserError;
-use crate::artifact::writer::hex;
+use crate::artifact::sums::hex;
 use crate::calib::sets::{self, TaskSet};
 use crate::calib::windows::{self, Protocol, Window};
 use crate::cli::{ReportArgs, TextArgs};

@@ -1,13 +1,15 @@
 //! `moe quantize`: a plan from headers alone, then one pass over the weights.
 
-use super::{Status, UserError, measure};
+use super::{Interrupt, Status, UserError, measure};
 use crate::artifact::config::Caveat;
+use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::{Action, Manifest, Recipe};
-use crate::artifact::weights::Weights;
-use crate::artifact::writer::{self, Choice, Plan};
+use crate::artifact::plan::{self, Choice, Plan};
+use crate::artifact::writer;
 use crate::cli::QuantizeArgs;
 use crate::files::{self, Existing, FileError};
 use crate::ids::{Component, Role, TensorId};
+use crate::model::family;
 use crate::profile::precision::{Decisions, Profile, Rule, decide};
 use crate::quant::round::Method;
 use crate::report::{self, Out};
@@ -15,15 +17,19 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Below this the working memory of threads counts for more than the weights.
+const LEAST_MEMORY: u64 = 16 << 20;
 
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let request = Request::resolve(args)?;
-    let weights = Weights::open(&args.model)?;
-    let decisions = decide(weights.tensors(), weights.spec().tied, &request.overrides, &request.profile);
+    let weights = Inventory::open(&args.model)?;
+    let decisions = decide(weights.tensors(), weights.outline().tied, &request.overrides, &request.profile);
     let choose = |id| choice(&decisions, id);
-    let plan = writer::plan(&weights, choose, request.shard_bytes)?;
+    let plan = plan::plan(&weights, choose, request.shard_bytes)?;
     let problems = problems(args, &plan, &decisions);
     if args.dry_run || problems.is_empty() {
         show_plan(args, &weights, &request, &plan, &decisions, out)?;
@@ -34,6 +40,8 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     if args.dry_run {
         return Ok(Status::Done);
     }
+    let interrupt = Interrupt::install()?;
+    let read = AtomicU64::new(0);
     let started = Instant::now();
     let bar = out.bytes(plan.totals.source_bytes, "quantize");
     let written = writer::write(writer::Job {
@@ -44,11 +52,22 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         positive_scales: args.positive_scales,
         output: &args.output,
         existing: if args.force { Existing::Replace } else { Existing::Refuse },
-        progress: &|n| bar.advance(n),
+        resume: args.resume,
+        max_memory: request.max_memory,
+        write_delay: Duration::from_millis(args.write_delay),
+        stopped: &|| interrupt.pressed(),
+        resumed: &|finished, total, saved| {
+            out.note(format!("resuming with {finished} of {total} weight files done"));
+            bar.advance(saved);
+        },
+        progress: &|n| {
+            read.fetch_add(n, Ordering::Relaxed);
+            bar.advance(n);
+        },
     });
     bar.finish();
     let manifest = written?;
-    show_result(args, &manifest, started.elapsed().as_secs_f64(), out)?;
+    show_result(args, &manifest, read.into_inner(), started.elapsed().as_secs_f64(), out)?;
     Ok(Status::Done)
 }
 
@@ -58,6 +77,7 @@ struct Request {
     overrides: Vec<Rule>,
     method: Method,
     shard_bytes: u64,
+    max_memory: u64,
 }
 
 impl Request {
@@ -76,7 +96,11 @@ impl Request {
         if shard_bytes == 0 {
             return Err(UserError::new("`--shard-size` is 0, expected a size such as 5GB").into());
         }
-        Ok(Self { profile, overrides, method, shard_bytes })
+        let max_memory = measure::bytes(&args.max_memory).context("`--max-memory`")?;
+        if max_memory < LEAST_MEMORY {
+            return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
+        }
+        Ok(Self { profile, overrides, method, shard_bytes, max_memory })
     }
 
     fn recipe(&self, args: &QuantizeArgs) -> Recipe {
@@ -142,7 +166,7 @@ struct Line {
     note: String,
 }
 
-fn lines(weights: &Weights, plan: &Plan) -> Vec<Line> {
+fn lines(weights: &Inventory, plan: &Plan) -> Vec<Line> {
     let mut roles: BTreeMap<String, (Component, Role)> = BTreeMap::new();
     for (id, _) in weights.tensors() {
         roles.insert(class(&id.to_string()), (id.role.component(), id.role));
@@ -186,7 +210,7 @@ fn class(id: &str) -> String {
 
 fn show_plan(
     args: &QuantizeArgs,
-    weights: &Weights,
+    weights: &Inventory,
     request: &Request,
     plan: &Plan,
     decisions: &Decisions,
@@ -201,7 +225,7 @@ fn show_plan(
             .map(|l| json!({"component": l.component, "class": l.role, "tensors": l.tensors, "format": l.format, "source_bytes": l.bytes[0], "bytes": l.bytes[1], "reason": l.note}))
             .collect();
         out.json(&json!({
-            "dry_run": true, "model": args.model, "output": args.output, "family": weights.family().model_type,
+            "dry_run": true, "model": args.model, "output": args.output, "family": weights.outline().model_type,
             "recipe": request.recipe(args), "classes": classes, "totals": totals, "readers": readers(plan), "caveats": caveats,
             "warnings": decisions.warnings, "shards": plan.shards.iter().map(|s| json!({"name": s.name, "bytes": s.bytes})).collect::<Vec<_>>(),
         }))?;
@@ -247,13 +271,14 @@ fn readers(plan: &Plan) -> String {
     match (quantized, plan.caveats.is_empty()) {
         (false, _) => "loads wherever the source does: nothing is quantized".into(),
         (true, true) => "loads in this tool, vLLM, SGLang and transformers >= 5.15".into(),
+        (true, false) if plan.caveats.contains(&Caveat::Unchecked) => "see the warnings for readers".into(),
         (true, false) => "loads in this tool; see the warnings for other readers".into(),
     }
 }
 
-fn show_result(args: &QuantizeArgs, manifest: &Manifest, seconds: f64, out: Out) -> Result<()> {
+fn show_result(args: &QuantizeArgs, manifest: &Manifest, read: u64, seconds: f64, out: Out) -> Result<()> {
     let totals = &manifest.totals;
-    let gb_s = totals.source_bytes as f64 / 1e9 / seconds.max(1e-9);
+    let gb_s = read as f64 / 1e9 / seconds.max(1e-9);
     out.json(&json!({
         "output": args.output, "family": manifest.family, "recipe": manifest.recipe, "totals": totals,
         "shards": manifest.shards, "seconds": seconds, "read_gb_s": gb_s,
@@ -265,6 +290,8 @@ fn show_result(args: &QuantizeArgs, manifest: &Manifest, seconds: f64, out: Out)
         totals.bpw,
         report::seconds(seconds),
     ));
-    out.note(format!("next: moe run {} --prompt \"Once upon a time\"", args.output.display()));
+    if family::FAMILIES.iter().any(|f| f.model_type == manifest.family) {
+        out.note(format!("next: moe run {} --prompt \"Once upon a time\"", args.output.display()));
+    }
     Ok(())
 }

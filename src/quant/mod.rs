@@ -1,4 +1,6 @@
 //! What bits mean and how they are chosen: mathematics on rows and columns, no layers, no files.
 
 pub mod format;
+pub mod ggml;
 pub mod round;
+mod search;

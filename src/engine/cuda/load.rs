@@ -115,7 +115,7 @@ fn form_of(id: TensorId, weight: &Weight<'_>) -> Form {
     match &weight.data {
         _ if is_vector(id) => plain(Kind::F32),
         Data::Plain { dtype, .. } => plain(float_kind(*dtype)),
-        Data::Fp8 { .. } => plain(Kind::Bf16),
+        Data::Fp8 { .. } | Data::Mxfp4(_) | Data::Gather { .. } => plain(Kind::Bf16),
         Data::Packed(p) => {
             let kind = if p.bits == Bits::Four { Kind::Int4 } else { Kind::Int8 };
             Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype) }
