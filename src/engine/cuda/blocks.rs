@@ -90,7 +90,9 @@ impl Engine {
     fn takes(&self, block: &Block, view: &View) -> bool {
         let linear = |p: &Product| self.linear_fits(&self.store.matrix(p.w), view.num_tok);
         let aligned = self.spec.width.is_multiple_of(32);
+        let fit = !self.unfit.iter().any(|kind| kind == block.name());
         aligned
+            && fit
             && match block {
                 Block::Attention { first, middle, last, .. } => {
                     let inner = middle.iter().all(|s| match s {

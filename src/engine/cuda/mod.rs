@@ -90,6 +90,8 @@ pub struct Engine {
     plain: Plain,
     fast: Fast,
     kernels: Kernels,
+    /// Kinds of blocks that are left to the plain kernels on this device.
+    unfit: Vec<String>,
     weights: Option<Arc<Weights>>,
     spec: ModelSpec,
     plan: Plan,
@@ -300,6 +302,7 @@ impl Engine {
         options: Options,
     ) -> Result<Self, CudaError> {
         let Start { device, plain, fast, plan, vram } = start;
+        let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
         let element = if options.cache == Kind::F32 { 4 } else { 2 };
         let pool = |width: usize| Buffer::new(&device, num_pages * PAGE_TOKENS * width * element);
@@ -326,6 +329,7 @@ impl Engine {
             plain,
             fast,
             kernels: options.kernels,
+            unfit,
             weights,
             spec,
             groups: fuse::fuse(&plan),

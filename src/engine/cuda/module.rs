@@ -3,7 +3,7 @@
 //! A compiled file is named by a hash of everything that went into it: sources, flags, target, compiler. It is written beside
 //! its place and renamed, so that two processes that race leave one sound file.
 
-use super::device::{self, CudaError, Device, During};
+use super::device::{self, CudaError, Device, During, Properties};
 use super::launch::Grid;
 use crate::files;
 use cudarc::driver::{result, sys};
@@ -178,6 +178,33 @@ fn file_name(source: &Source, arch: &str, version: &str) -> String {
     let hex: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
     let form = source.form.map(|f| format!("-{f}")).unwrap_or_default();
     format!("{}{form}-{arch}-{hex}.cubin", source.name.trim_end_matches(".cu"))
+}
+
+/// Where it is noted which blocks `moe doctor` found wrong with these kernels on this device.
+fn unfit_path(properties: &Properties) -> Option<PathBuf> {
+    let mut hash = Sha256::new();
+    for part in HEADERS.iter().chain(PROGRAMS).map(|s| s.text).chain([&*properties.name, &*properties.driver]) {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    let hex: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
+    Some(cache_dir()?.join(format!("unfit-{hex}.json")))
+}
+
+/// Kinds of blocks that `moe doctor` found wrong with these kernels on this device; plain kernels run them instead.
+pub fn unfit(properties: &Properties) -> Vec<String> {
+    let text = unfit_path(properties).and_then(|p| files::read(&p).ok());
+    text.and_then(|t| serde_json::from_slice(&t).ok()).unwrap_or_default()
+}
+
+/// Notes which kinds of blocks are wrong on this device. A cache that cannot be written is no error.
+pub fn set_unfit(properties: &Properties, blocks: &[String]) {
+    let Some(path) = unfit_path(properties) else { return };
+    if !blocks.is_empty() || path.exists() {
+        let text = serde_json::to_vec(blocks).unwrap_or_default();
+        let _ = path.parent().map(std::fs::create_dir_all);
+        let _ = files::write_atomic(&path, &text);
+    }
 }
 
 struct Program(nvrtc::nvrtcProgram);
