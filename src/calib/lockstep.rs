@@ -6,8 +6,7 @@
 use super::metrics::{self, Choice, RouterScore, RouterSummary, Summary, TokenScore};
 use super::windows::Window;
 use crate::artifact::weights::Weights;
-use crate::engine::cpu::Engine;
-use crate::engine::{Batch, EngineError, Event, Rows};
+use crate::engine::{Batch, Engine, EngineError, Event, Rows, cuda};
 use crate::files::{self, FileError, Scratch};
 use crate::ids::{LayerId, SeqId};
 use crate::model::plan::{Slot, Step};
@@ -58,6 +57,9 @@ pub enum LockstepError {
     /// An engine failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// A model could not be put on the GPU.
+    #[error(transparent)]
+    Load(#[from] cuda::LoadError),
     /// The scratch file failed.
     #[error(transparent)]
     File(#[from] FileError),
@@ -96,9 +98,19 @@ impl Hidden {
     }
 }
 
+/// Where layers are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the processor.
+    Processor,
+    /// On the first GPU, in single precision throughout.
+    Gpu,
+}
+
 /// One model walking through its layers.
 struct Walker {
     engine: Engine,
+    weights: Arc<Weights>,
     hidden: Hidden,
     chunk: usize,
 }
@@ -114,20 +126,27 @@ struct LayerOutput {
 }
 
 impl Walker {
-    fn new(weights: &Arc<Weights>, chunk: usize, rows: usize, in_memory: bool) -> Result<Self, FileError> {
+    fn new(weights: &Arc<Weights>, place: Place, chunk: usize, rows: usize, in_memory: bool) -> Result<Self, LockstepError> {
         let width = weights.spec().width;
-        Ok(Self { engine: Engine::new(Arc::clone(weights)), hidden: Hidden::new(rows * width, in_memory)?, chunk })
+        let engine = match place {
+            Place::Processor => Engine::cpu(Arc::clone(weights)),
+            Place::Gpu => {
+                let options = cuda::Options { cache: cuda::Kind::F32, kernels: cuda::Kernels::Plain, ..Default::default() };
+                cuda::Engine::open(Arc::clone(weights), options, &mut |_, _| (), &mut |_| ())?.into()
+            }
+        };
+        Ok(Self { engine, weights: Arc::clone(weights), hidden: Hidden::new(rows * width, in_memory)?, chunk })
     }
 
     fn embed(&mut self, windows: &[Window]) -> Result<(), LockstepError> {
-        let width = self.engine.weights().spec().width;
+        let width = self.weights.spec().width;
         let mut row = 0;
         for w in windows {
             let mut batch = Batch::default();
             batch.push(SeqId(0), 0, &w.tokens, Rows::None, w.tokens.len());
             self.engine.begin(&batch)?;
             self.engine.run(self.engine.plan().prologue.clone(), &batch, &mut |_| ())?;
-            self.hidden.write(row * width, self.engine.slot(Slot::Residual))?;
+            self.hidden.write(row * width, self.engine.slot(Slot::Residual)?)?;
             self.engine.release(SeqId(0));
             row += w.tokens.len();
         }
@@ -136,7 +155,7 @@ impl Walker {
 
     /// Runs layer `l` on the rows of `windows`, the first of which is `first_row`, and stores the result.
     fn layer(&mut self, l: usize, windows: &[Window], first_row: usize) -> Result<LayerOutput, LockstepError> {
-        let width = self.engine.weights().spec().width;
+        let width = self.weights.spec().width;
         let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
         let mut out =
             LayerOutput { hidden: self.hidden.read(first_row * width..(first_row + rows) * width)?, ..LayerOutput::default() };
@@ -155,7 +174,7 @@ impl Walker {
                 row += w.tokens.len();
             }
             self.engine.begin(&batch)?;
-            gather(self.engine.slot_mut(Slot::Residual), &out.hidden, &places, width);
+            self.engine.set_slot(Slot::Residual, &gathered(&out.hidden, &places, width))?;
             let (logits, experts, gates) = (&mut out.logits, &mut out.experts, &mut out.gates);
             self.engine.run(self.engine.plan().layers[l].clone(), &batch, &mut |event| {
                 let Event::Routed { logits: new_logits, experts: new_experts, gates: new_gates, .. } = event;
@@ -163,8 +182,8 @@ impl Walker {
                 scatter(experts, new_experts, &places, rows);
                 scatter(gates, new_gates, &places, rows);
             })?;
-            scatter(&mut out.hidden, self.engine.slot(Slot::Residual), &places, rows);
-            scatter(&mut out.normed, self.engine.slot(Slot::Normed), &places, rows);
+            scatter(&mut out.hidden, self.engine.slot(Slot::Residual)?, &places, rows);
+            scatter(&mut out.normed, self.engine.slot(Slot::Normed)?, &places, rows);
         }
         (0..windows.len()).for_each(|i| self.engine.release(SeqId(i as u32)));
         self.hidden.write(first_row * width, &out.hidden)?;
@@ -177,10 +196,10 @@ impl Walker {
         let Some(at) = self.engine.plan().steps[range.clone()].iter().position(|s| matches!(s, Step::Route { .. })) else {
             return Ok(Vec::new());
         };
-        let rows = normed.len() / self.engine.weights().spec().width;
+        let rows = normed.len() / self.weights.spec().width;
         let batch = rows_batch(rows, Rows::None);
         self.engine.begin(&batch)?;
-        self.engine.slot_mut(Slot::Normed).copy_from_slice(normed);
+        self.engine.set_slot(Slot::Normed, normed)?;
         let mut found = Vec::new();
         self.engine.run(range.start + at..range.start + at + 1, &batch, &mut |event| {
             let Event::Routed { logits, .. } = event;
@@ -192,21 +211,22 @@ impl Walker {
 
     /// Logits of some rows, `[rows.len(), V]`.
     fn logits(&mut self, rows: &[usize]) -> Result<Vec<f32>, LockstepError> {
-        let width = self.engine.weights().spec().width;
+        let width = self.weights.spec().width;
         let batch = rows_batch(rows.len(), Rows::All);
         self.engine.begin(&batch)?;
-        for (i, &row) in rows.iter().enumerate() {
-            let values = self.hidden.read(row * width..(row + 1) * width)?;
-            self.engine.slot_mut(Slot::Residual)[i * width..(i + 1) * width].copy_from_slice(&values);
+        let mut values = Vec::with_capacity(rows.len() * width);
+        for &row in rows {
+            values.extend(self.hidden.read(row * width..(row + 1) * width)?);
         }
+        self.engine.set_slot(Slot::Residual, &values)?;
         self.engine.run(self.engine.plan().epilogue.clone(), &batch, &mut |_| ())?;
         self.engine.release(SeqId(0));
-        Ok(self.engine.slot(Slot::Logits).to_vec())
+        Ok(self.engine.slot(Slot::Logits)?.to_vec())
     }
 
     /// Lets the pages of a finished layer go.
     fn leave(&self, l: usize) {
-        let weights = self.engine.weights();
+        let weights = &self.weights;
         let ids = weights.tensors().iter().map(|(id, _)| id).filter(|id| id.layer == Some(LayerId(l as u32)));
         weights.release(ids);
     }
@@ -219,10 +239,9 @@ fn rows_batch(rows: usize, wanted: Rows) -> Batch {
     batch
 }
 
-fn gather(dst: &mut [f32], src: &[f32], rows: &[usize], width: usize) {
-    for (to, &row) in dst.chunks_exact_mut(width).zip(rows) {
-        to.copy_from_slice(&src[row * width..(row + 1) * width]);
-    }
+/// Some rows of `src`, one after the other.
+fn gathered(src: &[f32], rows: &[usize], width: usize) -> Vec<f32> {
+    rows.iter().flat_map(|&row| &src[row * width..(row + 1) * width]).copied().collect()
 }
 
 /// Puts `src`, one row for each of `places`, into `dst` of `rows` rows.
@@ -256,6 +275,7 @@ fn groups(windows: &[Window]) -> Vec<(usize, &[Window])> {
 pub fn compare(
     original: &Arc<Weights>,
     candidates: &[Candidate],
+    place: Place,
     windows: &[Window],
     max_memory: u64,
     tick: &mut dyn FnMut() -> bool,
@@ -263,9 +283,9 @@ pub fn compare(
     let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
     let width = original.spec().width;
     let in_memory = (4 * rows * width * (candidates.len() + 1)) as u64 <= max_memory;
-    let mut first = Walker::new(original, usize::MAX, rows, in_memory)?;
+    let mut first = Walker::new(original, place, usize::MAX, rows, in_memory)?;
     let mut others: Vec<Walker> =
-        candidates.iter().map(|c| Walker::new(&c.weights, c.chunk, rows, in_memory)).collect::<Result<_, _>>()?;
+        candidates.iter().map(|c| Walker::new(&c.weights, place, c.chunk, rows, in_memory)).collect::<Result<_, _>>()?;
     let blank = Comparison { tokens: Vec::new(), routers: Vec::new(), hidden_error: Vec::new() };
     let mut found = vec![blank; candidates.len()];
     first.embed(windows)?;
@@ -325,11 +345,12 @@ pub fn compare(
 /// `-ln p` of every scored token of one model; calls `tick` as [`compare`] does.
 pub fn alone(
     weights: &Arc<Weights>,
+    place: Place,
     windows: &[Window],
     max_memory: u64,
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<Vec<f64>, LockstepError> {
-    let mut walker = walk(weights, windows, max_memory, &mut |_| (), tick)?;
+    let mut walker = walk(weights, place, windows, max_memory, &mut |_| (), tick)?;
     let mut found = Vec::new();
     for (first_row, windows) in groups(windows) {
         for part in scored(windows, first_row).chunks(LOGIT_ROWS) {
@@ -363,17 +384,19 @@ pub struct Choices<'a> {
 /// and may stop the run by returning `false`.
 pub fn observe(
     weights: &Arc<Weights>,
+    place: Place,
     windows: &[Window],
     max_memory: u64,
     on: &mut dyn FnMut(Choices<'_>),
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<(), LockstepError> {
-    walk(weights, windows, max_memory, on, tick).map(drop)
+    walk(weights, place, windows, max_memory, on, tick).map(drop)
 }
 
 /// Takes one model through all its layers; the walker is left with the hidden states that the last one made.
 fn walk(
     weights: &Arc<Weights>,
+    place: Place,
     windows: &[Window],
     max_memory: u64,
     on: &mut dyn FnMut(Choices<'_>),
@@ -381,7 +404,7 @@ fn walk(
 ) -> Result<Walker, LockstepError> {
     let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
     let in_memory = (4 * rows * weights.spec().width) as u64 <= max_memory;
-    let mut walker = Walker::new(weights, usize::MAX, rows, in_memory)?;
+    let mut walker = Walker::new(weights, place, usize::MAX, rows, in_memory)?;
     walker.embed(windows)?;
     let groups = groups(windows);
     for layer in 0..weights.spec().layers.len() {

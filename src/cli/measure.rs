@@ -19,7 +19,7 @@ pub struct TextArgs {
     /// Most windows, taken evenly spaced (default: all).
     #[arg(long, value_name = "N")]
     pub max_windows: Option<usize>,
-    /// Where to compute.
+    /// Where to compute; `auto` is the processor here, so that the same numbers come out everywhere.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
     /// Memory for hidden states before they go to a scratch file, e.g. 4GiB.

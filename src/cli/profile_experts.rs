@@ -36,7 +36,7 @@ pub struct ProfileExpertsArgs {
     /// Form of the list.
     #[arg(long, value_enum, default_value_t)]
     pub format: ListFormat,
-    /// Where to compute.
+    /// Where to compute; `auto` is the processor here, so that the same numbers come out everywhere.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
     /// Memory for hidden states before they go to a scratch file, e.g. 4GiB.

@@ -54,8 +54,8 @@ pub fn calibrate(args: &CalibrateArgs, out: Out) -> Result<Status> {
 pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
     let max_memory = measure::bytes(&args.text.max_memory)?;
     let max_increase = args.max_ppl_increase.as_deref().map(measure::share).transpose()?;
-    let original = open_model(&args.original, args.text.device)?;
-    let artifact = open_model(&args.artifact, args.text.device)?;
+    let original = open_model(&args.original)?;
+    let artifact = open_model(&args.artifact)?;
     if original.spec() != artifact.spec() {
         let message = format!("`{}` is another model than `{}`", args.artifact.display(), args.original.display());
         return Err(UserError::new(message).hint("give the checkpoint that the artifact was made from").into());
@@ -71,7 +71,7 @@ pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
     let stop = Interrupt::install()?;
     let run = |candidates: &[Candidate], windows: &[Window], label: &str| -> Result<Vec<Comparison>> {
         let progress = out.count(lockstep::num_ticks(&original, windows), label);
-        let found = lockstep::compare(&original, candidates, windows, max_memory, &mut || {
+        let found = lockstep::compare(&original, candidates, super::place(args.text.device), windows, max_memory, &mut || {
             progress.advance(1);
             !stop.pressed()
         })?;

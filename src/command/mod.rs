@@ -17,6 +17,7 @@ mod verify;
 use crate::artifact::error::ArtifactError;
 use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::{Weights, WeightsError};
+use crate::calib::lockstep::Place;
 use crate::calib::sets::SetError;
 use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;
@@ -127,12 +128,14 @@ impl Interrupt {
     }
 }
 
-/// Opens a model for measuring layer by layer, which the processor does.
-fn open_model(dir: &Path, device: Device) -> Result<Arc<Weights>> {
-    if device == Device::Cuda {
-        return Err(UserError::new("this command computes layer by layer on the processor").hint("use --device cpu").into());
-    }
+/// Opens a model for measuring layer by layer.
+fn open_model(dir: &Path) -> Result<Arc<Weights>> {
     Ok(Arc::new(Weights::open(dir)?))
+}
+
+/// Where to measure: on the processor unless a GPU is asked for, so that the same numbers come out everywhere.
+fn place(device: Device) -> Place {
+    if device == Device::Cuda { Place::Gpu } else { Place::Processor }
 }
 
 /// Opens a model on the device asked for; `auto` falls back to the processor and says why.

@@ -100,7 +100,7 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     if !(0.0..=1.0).contains(&args.decay) {
         return Err(UserError::new(format!("`--decay` is {}, expected 0 to 1", args.decay)).into());
     }
-    let weights = open_model(&args.model, args.device)?;
+    let weights = open_model(&args.model)?;
     let (shape, layers) = shape(&weights, &args.model)?;
     let model = identity(&args.model, &weights)?;
     let list = list_path(args);
@@ -116,7 +116,7 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     let material = material(args, &tokenizer, weights.spec().max_positions, out)?;
 
     let start = std::time::Instant::now();
-    let observed = observe(&weights, material, shape, layers, max_memory, out)?;
+    let observed = observe(&weights, super::place(args.device), material, shape, layers, max_memory, out)?;
     let found = analyse(&observed, &rule, old.as_ref(), args.decay, &expert_bytes)?;
     let written = hot_list(&observed, &found, model, &rule, old.as_ref(), args.decay, &weights);
     let mut report = report::value(args, &observed, &found, &rule, &list);
@@ -284,6 +284,7 @@ fn material(args: &ProfileExpertsArgs, tokenizer: &Tokenizer, max_positions: usi
 /// Runs all windows through the model and keeps what the routers chose.
 fn observe(
     weights: &Arc<Weights>,
+    place: lockstep::Place,
     material: Material,
     shape: Shape,
     layers: Vec<u32>,
@@ -313,7 +314,7 @@ fn observe(
             ids.iter().zip(gates).for_each(|(&id, g)| sums[w][l * e + id as usize] += g);
         }
     };
-    lockstep::observe(weights, windows, max_memory, &mut on, &mut || {
+    lockstep::observe(weights, place, windows, max_memory, &mut on, &mut || {
         progress.advance(1);
         !stop.pressed()
     })?;

@@ -425,7 +425,7 @@ pub fn combine(d: usize, num_tok: usize) -> Grid {
 /// Most blocks that share the pages of one sequence and head.
 pub fn attention_splits(num_tok: usize) -> usize {
     let all = if num_tok <= 4 { 128 } else { 64 };
-    (all / num_tok.max(1)).clamp(1, 64)
+    (all / num_tok.max(1)).clamp(1, 32)
 }
 
 /// Decode attention.
