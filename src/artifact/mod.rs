@@ -6,6 +6,7 @@ pub mod hot;
 pub mod layout;
 pub mod manifest;
 pub mod plan;
+pub mod solved;
 mod stream;
 pub mod sums;
 pub mod weights;

@@ -35,6 +35,7 @@ enum Chunk<'a> {
     Copy { bytes: &'a [u8], dtype: Dtype, from: Place<'a>, checked: bool },
     Rows { weight: Weight<'a>, rows: std::ops::Range<usize>, from: Place<'a>, what: What },
     Scales(TensorId),
+    Chosen { id: TensorId, words: &'a [u8], scales: &'a [u8] },
     Bytes(Vec<u8>),
     Release(String),
 }
@@ -142,7 +143,13 @@ impl<'a> Batch<'a> {
                 self.push(Chunk::Release(source.clone()), 0)
             }
             Content::Decoded { id } => self.rows(*id, What::Floats),
-            Content::Codes { id, bits, group } => self.rows(*id, What::Codes { id: *id, bits: *bits, group: *group }),
+            Content::Codes { id, bits, group } => match self.job.solved.and_then(|s| s.get(*id)) {
+                Some(packed) => {
+                    self.push(Chunk::Chosen { id: *id, words: packed.words, scales: packed.scales }, packed.words.len())?;
+                    weights.file_tensors(*id).into_iter().try_for_each(|name| self.push(Chunk::Release(name), 0))
+                }
+                None => self.rows(*id, What::Codes { id: *id, bits: *bits, group: *group }),
+            },
             Content::Scales { id } => self.push(Chunk::Scales(*id), 0),
             Content::Shape { shape } => {
                 self.push(Chunk::Bytes(shape.iter().flat_map(|&n| (n as i64).to_le_bytes()).collect()), 0)
@@ -193,6 +200,11 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
     match chunk {
         Chunk::Open(shard) => Ok(Done::Open(shard)),
         Chunk::Scales(id) => Ok(Done::Scales(id)),
+        Chunk::Chosen { id, words, scales } => {
+            let read: u64 = job.weights.get(id).map_or(0, |w| w.stored_bytes() as u64);
+            (job.progress)(read);
+            Ok(Done::Coded { id, codes: words.to_vec(), scales: scales.to_vec() })
+        }
         Chunk::Bytes(bytes) => Ok(Done::Owned(bytes)),
         Chunk::Release(name) => Ok(Done::Release(name)),
         Chunk::Copy { bytes, dtype, from, checked } => {

@@ -3,6 +3,7 @@
 //! Opening checks names both ways from headers alone: every tensor the spec implies exists with its shape, every tensor in
 //! the files is claimed. Reading is zero-copy: a [`Weight`] borrows the mapped file in the format it is stored in.
 
+use super::solved::Solved;
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::ids::{Part, TensorId};
 use crate::model::config::ConfigError;
@@ -100,15 +101,45 @@ pub enum Stored {
     },
 }
 
-/// A model directory, opened and checked.
+/// A model directory, opened and checked; some of its tensors may be taken from elsewhere.
+#[derive(Clone)]
 pub struct Weights {
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
     family: &'static Family,
     spec: ModelSpec,
     stored: HashMap<TensorId, Stored>,
     order: Vec<(TensorId, Vec<usize>)>,
     side: Vec<String>,
-    overlay: Option<(Arc<Weights>, HashSet<TensorId>)>,
+    patches: Vec<Patch>,
+}
+
+/// Tensors taken from elsewhere.
+#[derive(Clone)]
+pub enum Patch {
+    /// These, from an artifact of the same model.
+    Model(Arc<Weights>, HashSet<TensorId>),
+    /// All of a calibrated pass.
+    Solved(Arc<Solved>),
+    /// These of a calibrated pass.
+    Some(Arc<Solved>, HashSet<TensorId>),
+}
+
+impl Patch {
+    fn get(&self, id: TensorId) -> Option<Weight<'_>> {
+        let packed = match self {
+            Patch::Model(weights, ids) => return if ids.contains(&id) { weights.get(id) } else { None },
+            Patch::Solved(solved) => solved.get(id),
+            Patch::Some(solved, ids) => solved.get(id).filter(|_| ids.contains(&id)),
+        };
+        packed.map(|p| Weight { rows: p.rows, cols: p.cols, data: Data::Packed(p) })
+    }
+
+    fn release(&self, id: TensorId) {
+        match self {
+            Patch::Model(weights, _) => weights.release([&id]),
+            Patch::Solved(solved) | Patch::Some(solved, _) => solved.release(id),
+        }
+    }
 }
 
 /// One weight in the format it is stored in; vectors have one row.
@@ -211,16 +242,15 @@ impl Weights {
             }
         }
         if problems.is_empty() {
-            Ok(Self { family, spec, stored, order, side, checkpoint, overlay: None })
+            Ok(Self { family, spec, stored, order, side, checkpoint: Arc::new(checkpoint), patches: Vec::new() })
         } else {
             Err(WeightsError::Tensors { dir: checkpoint.dir().to_path_buf(), family: family.model_type, problems })
         }
     }
 
-    /// The model of `base` with the tensors `ids` taken from `other`, an artifact of the same model.
-    pub fn blend(base: &Arc<Weights>, other: &Arc<Weights>, ids: HashSet<TensorId>) -> Result<Self, WeightsError> {
-        let checkpoint = Checkpoint::open(base.checkpoint.dir())?;
-        Ok(Self { overlay: Some((Arc::clone(other), ids)), ..Self::from_checkpoint(checkpoint)? })
+    /// The same model with tensors taken from elsewhere; the first patch that has one gives it.
+    pub fn patched(&self, patches: Vec<Patch>) -> Self {
+        Self { patches, ..self.clone() }
     }
 
     /// The files below.
@@ -280,8 +310,8 @@ impl Weights {
 
     /// Reads a weight; `None` if the model has no such tensor.
     pub fn get(&self, id: TensorId) -> Option<Weight<'_>> {
-        if let Some((other, _)) = self.overlay.as_ref().filter(|(_, ids)| ids.contains(&id)) {
-            return other.get(id);
+        if let Some(weight) = self.patches.iter().find_map(|p| p.get(id)) {
+            return Some(weight);
         }
         let tensor = |name: &str| self.checkpoint.tensor(name);
         let weight = match self.stored.get(&id)? {
@@ -341,8 +371,9 @@ impl Weights {
 
     /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.
     pub fn release<'a>(&self, ids: impl IntoIterator<Item = &'a TensorId>) {
-        for name in ids.into_iter().flat_map(|&id| self.file_tensors(id)) {
-            self.checkpoint.release(&name);
+        for &id in ids {
+            self.patches.iter().for_each(|p| p.release(id));
+            self.file_tensors(id).iter().for_each(|name| self.checkpoint.release(name));
         }
     }
 }

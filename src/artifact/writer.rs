@@ -4,6 +4,7 @@ use super::error::ArtifactError;
 use super::layout;
 use super::manifest::{self, FileSum, Manifest, Recipe, Source, VERSION};
 use super::plan::Plan;
+use super::solved::Solved;
 use super::stream::write_shards;
 use super::sums::{hash_files, hex};
 use super::weights::Weights;
@@ -24,6 +25,8 @@ pub struct Job<'a> {
     pub recipe: Recipe,
     /// How scales are chosen.
     pub method: Method,
+    /// Codes and scales chosen before; the rest is rounded.
+    pub solved: Option<&'a Solved>,
     /// No negative scales.
     pub positive_scales: bool,
     /// The directory to create.

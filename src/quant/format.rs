@@ -208,6 +208,57 @@ impl<'a> Packed<'a> {
     }
 }
 
+/// A packed matrix in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnedPacked {
+    /// Width of a code.
+    pub bits: Bits,
+    /// Columns a scale covers.
+    pub group: Group,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// As in [`Packed`].
+    pub words: Vec<u8>,
+    /// As in [`Packed`].
+    pub scales: Vec<u8>,
+    /// Type of the scales.
+    pub scale_dtype: Dtype,
+}
+
+impl OwnedPacked {
+    /// Room for a matrix.
+    pub fn zeroed(rows: usize, cols: usize, bits: Bits, group: Group, scale_dtype: Dtype) -> Self {
+        let format = Format::Int { bits, group };
+        let words = vec![0; rows * format.packed_cols(cols) * 4];
+        let scales = vec![0; scale_dtype.bytes(rows * format.scale_cols(cols))];
+        Self { bits, group, rows, cols, words, scales, scale_dtype }
+    }
+
+    /// Bytes of a row's words and of its scales.
+    pub fn row_bytes(&self) -> [usize; 2] {
+        [self.words.len() / self.rows.max(1), self.scales.len() / self.rows.max(1)]
+    }
+
+    /// The matrix, borrowed.
+    pub fn view(&self) -> Packed<'_> {
+        let group = match self.group {
+            Group::Of(n) => n,
+            Group::Channel => self.cols,
+        };
+        Packed {
+            bits: self.bits,
+            group,
+            rows: self.rows,
+            cols: self.cols,
+            words: &self.words,
+            scales: &self.scales,
+            scale_dtype: self.scale_dtype,
+        }
+    }
+}
+
 /// Elements a vector loop handles at once: two 512-bit or four 256-bit registers.
 const LANES: usize = 32;
 

@@ -1,4 +1,5 @@
 //! What bits mean and how they are chosen: mathematics on rows and columns, no layers, no files.
 
 pub mod format;
+pub mod gptq;
 pub mod round;

@@ -82,6 +82,16 @@ pub enum RoundError {
     },
 }
 
+impl RoundError {
+    /// The same where the block given begins at `first` of a longer one.
+    pub fn below(self, first: usize) -> Self {
+        match self {
+            RoundError::NonFinite { row, col } => RoundError::NonFinite { row: first + row, col },
+            RoundError::ScaleOverflow { row, col } => RoundError::ScaleOverflow { row: first + row, col },
+        }
+    }
+}
+
 /// Scales tried, in hundredths of the absmax scale, which comes first and so wins ties: where nothing tells candidates apart,
 /// nothing is clipped. Positive comes before negative.
 fn grid(bits: Bits) -> impl Iterator<Item = i32> {
@@ -256,7 +266,7 @@ fn weighted_errors(x: &[f32], energy: &[f32], scale: f32, half: f32) -> (f32, f3
 
 /// Code of one value; `reduced` rounds the quotient to that type first, as arithmetic in it would.
 #[inline(always)]
-fn code(v: f32, scale: f32, half: f32, reduced: Dtype) -> u8 {
+pub(super) fn code(v: f32, scale: f32, half: f32, reduced: Dtype) -> u8 {
     let quotient = match reduced {
         Dtype::BF16 => bf16_round(v / scale),
         Dtype::F16 => round_to(Dtype::F16, v / scale),

@@ -1,0 +1,357 @@
+//! Error feedback: codes of one column are chosen knowing what earlier columns left behind.
+//!
+//! GPTQ (Frantar et al., arXiv 2210.17323) in its Cholesky form, with static groups: scales come from the untouched weights by
+//! the weighted search of [`super::round`], so that columns can be visited in any order and none is stored. Columns go by
+//! falling energy, in blocks of 128. Second moments are shrunk towards their diagonal where they were gathered from few tokens,
+//! and a row that feedback did not improve keeps its plain rounding. Must not know where matrices or tokens come from.
+
+use super::format::{Bits, Group, OwnedPacked, Packed};
+use super::round::{self, RoundError, Rounding};
+use crate::tensor::Dtype;
+use faer::linalg::matmul::matmul;
+use faer::linalg::triangular_inverse::invert_lower_triangular;
+use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
+use multiversion::multiversion;
+use rayon::prelude::*;
+
+/// Columns whose errors are carried to the rest by one product.
+const BLOCK: usize = 128;
+/// Share of the mean diagonal added to it before factorising.
+const DAMPING: f64 = 0.01;
+/// Damping beyond which the off-diagonals are given up.
+const MOST_DAMPING: f64 = 1.0;
+/// Rows of a second-moment matrix that one task sums.
+const PANEL: usize = 128;
+/// Rows of a matrix that one task quantizes.
+const TASK_ROWS: usize = 64;
+
+/// Second moments of a matrix's inputs, `sum over tokens of w x x'`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Moments {
+    /// `K`.
+    cols: usize,
+    /// Tokens summed.
+    tokens: usize,
+    /// `[K, K]`, the lower triangle valid; or `[K]`, the diagonal alone.
+    sums: Vec<f32>,
+    full: bool,
+}
+
+impl Moments {
+    /// Nothing summed yet; `full` keeps the products of different columns too.
+    pub fn new(cols: usize, full: bool) -> Self {
+        Self { cols, tokens: 0, sums: vec![0.0; if full { cols * cols } else { cols }], full }
+    }
+
+    /// The moments of uncorrelated inputs of equal energy, as if from this many tokens.
+    pub fn identity(cols: usize, tokens: usize) -> Self {
+        let mut one = Self::new(cols, false);
+        one.sums.fill(1.0);
+        one.tokens = tokens;
+        one
+    }
+
+    /// Bytes of one of `cols` columns.
+    pub fn bytes(cols: usize, full: bool) -> u64 {
+        4 * (if full { cols * cols } else { cols }) as u64
+    }
+
+    /// Tokens summed.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Adds inputs `x`, `[T, K]`, each row already times the square root of its weight. Sums are `f32` of one order whatever the
+    /// number of threads.
+    pub fn add(&mut self, x: &[f32]) {
+        if self.cols == 0 {
+            return;
+        }
+        let (k, n) = (self.cols, x.len() / self.cols);
+        self.tokens += n;
+        if !self.full {
+            for row in x.chunks_exact(k) {
+                self.sums.iter_mut().zip(row).for_each(|(s, v)| *s += v * v);
+            }
+            return;
+        }
+        let x = MatRef::from_row_major_slice(x, n, k);
+        self.sums.par_chunks_mut(PANEL * k).enumerate().for_each(|(i, panel)| {
+            let rows = panel.len() / k;
+            let (first, end) = (i * PANEL, i * PANEL + rows);
+            let dst = MatMut::from_row_major_slice_with_stride_mut(panel, rows, end, k);
+            matmul(dst, Accum::Add, x.subcols(first, rows).transpose(), x.subcols(0, end), 1.0f32, Par::Seq);
+        });
+    }
+
+    /// `sum of w x_i^2`, `[K]`.
+    pub fn diagonal(&self) -> Vec<f32> {
+        let step = if self.full { self.cols + 1 } else { 1 };
+        self.sums.iter().step_by(step).copied().collect()
+    }
+}
+
+/// Why second moments are of no use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FeedbackError {
+    /// Activations overflowed.
+    #[error("activations are not finite")]
+    NonFinite,
+    /// The weights cannot be rounded.
+    #[error(transparent)]
+    Round(#[from] RoundError),
+}
+
+/// Second moments made ready: factorised once, used for every matrix with the same inputs.
+pub struct Feedback {
+    cols: usize,
+    /// Columns in the order in which codes are chosen.
+    order: Vec<usize>,
+    /// What the search weighs errors with, `[K]`, mean 1.
+    energy: Vec<f32>,
+    /// Damped and shrunk moments, `[K, K]`; or their diagonal, `[K]`.
+    used: Vec<f32>,
+    /// `U / diag(U)` of `H^-1 = U' U` in that order, `[K, K]`, and `1 / diag(U)^2`; absent where only energies are known.
+    factor: Option<(Vec<f32>, Vec<f32>)>,
+    /// What turns losses in units of `used` into weighted squares of outputs.
+    unit: f64,
+    /// Damping that was needed, as a share of the mean diagonal.
+    pub damping: f64,
+}
+
+/// Squared output error of some rows, `tr(dW H dW')` in units of the inputs' weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct Loss {
+    /// Of the weighted search alone.
+    pub before: f64,
+    /// With error feedback; the same where there is none.
+    pub after: f64,
+    /// `tr(W H W')`, what the errors are relative to.
+    pub whole: f64,
+}
+
+impl std::ops::AddAssign for Loss {
+    fn add_assign(&mut self, other: Self) {
+        self.before += other.before;
+        self.after += other.after;
+        self.whole += other.whole;
+    }
+}
+
+impl Feedback {
+    /// Shrinks, damps and factorises. Off-diagonals are multiplied by `n / (n + 2 K)` for `n` tokens: none remain of no tokens,
+    /// and then feedback is rounding. A column that no token used has the mean energy and no correlation.
+    pub fn new(moments: &Moments) -> Result<Self, FeedbackError> {
+        let k = moments.cols;
+        let diagonal = moments.diagonal();
+        if !moments.sums.iter().all(|x| x.is_finite()) {
+            return Err(FeedbackError::NonFinite);
+        }
+        let alive = diagonal.iter().filter(|d| **d > 0.0).count();
+        let mean = match diagonal.iter().map(|d| f64::from(*d)).sum::<f64>() / alive.max(1) as f64 {
+            m if m > 0.0 => m,
+            _ => 1.0,
+        };
+        let energy: Vec<f32> = diagonal.iter().map(|&d| if d > 0.0 { (f64::from(d) / mean) as f32 } else { 1.0 }).collect();
+        let mut order: Vec<usize> = (0..k).collect();
+        order.sort_by(|&a, &b| energy[b].total_cmp(&energy[a]));
+        let mut out = Self { cols: k, order, used: energy.clone(), energy, factor: None, unit: mean, damping: 0.0 };
+        if moments.full {
+            let n = moments.tokens as f64;
+            out.factorise(&moments.sums, n / (n + 2.0 * k as f64) / mean);
+        }
+        Ok(out)
+    }
+
+    fn factorise(&mut self, sums: &[f32], scale: f64) {
+        let k = self.cols;
+        let (order, energy) = (&self.order, &self.energy);
+        let off = |i: usize, j: usize| f64::from(sums[i.max(j) * k + i.min(j)]) * scale;
+        let mut damping = DAMPING;
+        // Backwards, so that the lower factor of the reversed matrix is the upper factor U^-1 of the matrix.
+        let found = loop {
+            let at = |i: usize, j: usize| match (order[k - 1 - i], order[k - 1 - j]) {
+                (a, b) if a == b => f64::from(energy[a]) + damping,
+                (a, b) => off(a, b),
+            };
+            if let Ok(llt) = Mat::from_fn(k, k, at).llt(Side::Lower) {
+                break Some(llt);
+            }
+            damping *= 10.0;
+            if damping > MOST_DAMPING {
+                break None;
+            }
+        };
+        self.damping = damping;
+        let Some(llt) = found else { return };
+        let mut inverse = Mat::<f64>::zeros(k, k);
+        invert_lower_triangular(inverse.as_mut(), llt.L(), Par::Seq);
+        let mut upper = vec![0.0; k * k];
+        let mut weight = vec![0.0; k];
+        for i in 0..k {
+            let own = inverse[(k - 1 - i, k - 1 - i)];
+            weight[i] = (1.0 / (own * own)) as f32;
+            for j in i + 1..k {
+                upper[i * k + j] = (inverse[(k - 1 - i, k - 1 - j)] / own) as f32;
+            }
+        }
+        self.factor = Some((upper, weight));
+        self.used = (0..k * k)
+            .map(|i| match (i / k, i % k) {
+                (a, b) if a == b => (f64::from(self.energy[a]) + damping) as f32,
+                (a, b) => off(a, b) as f32,
+            })
+            .collect();
+    }
+
+    /// Bytes that [`Feedback::new`] and the result hold.
+    pub fn bytes(cols: usize, full: bool) -> u64 {
+        if full { 32 * (cols * cols) as u64 } else { 12 * cols as u64 }
+    }
+
+    /// `diag(d H d')` for rows `d`, `[n, K]`.
+    fn quadratic(&self, rows: &[f32]) -> Vec<f64> {
+        let k = self.cols;
+        if self.used.len() == k {
+            let one = |row: &[f32]| row.iter().zip(&self.used).map(|(d, h)| f64::from(d * d * h)).sum();
+            return rows.chunks_exact(k).map(one).collect();
+        }
+        let n = rows.len() / k;
+        let mut product = vec![0.0f32; rows.len()];
+        let (d, h) = (MatRef::from_row_major_slice(rows, n, k), MatRef::from_row_major_slice(&self.used, k, k));
+        matmul(MatMut::from_row_major_slice_mut(&mut product, n, k), Accum::Replace, d, h, 1.0f32, Par::Seq);
+        let dot = |(a, b): (&[f32], &[f32])| a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
+        rows.chunks_exact(k).zip(product.chunks_exact(k)).map(dot).collect()
+    }
+
+    /// Quantizes a matrix `src`, `[rows, K]`, in parallel over runs of rows.
+    ///
+    /// # Panics
+    /// If the format does not fit `K`.
+    pub fn quantize(&self, src: &[f32], how: &Rounding) -> Result<(OwnedPacked, Loss), FeedbackError> {
+        let k = self.cols;
+        let mut out = OwnedPacked::zeroed(src.len() / k, k, how.bits, how.group, how.scale_dtype);
+        let [words, scales] = out.row_bytes();
+        let tasks = src.par_chunks(TASK_ROWS * k).zip(out.words.par_chunks_mut(TASK_ROWS * words));
+        let losses: Vec<Loss> = tasks
+            .zip(out.scales.par_chunks_mut(TASK_ROWS * scales))
+            .enumerate()
+            .map(|(i, ((src, words), scales))| {
+                self.quantize_rows(words, scales, src, how).map_err(|e| match e {
+                    FeedbackError::Round(e) => FeedbackError::Round(e.below(i * TASK_ROWS)),
+                    other => other,
+                })
+            })
+            .collect::<Result<_, _>>()?;
+        let mut loss = Loss::default();
+        losses.into_iter().for_each(|l| loss += l);
+        Ok((out, loss))
+    }
+
+    /// Quantizes rows `src`, `[n, K]`, into packed `words` and `scales`.
+    fn quantize_rows(&self, words: &mut [u8], scales: &mut [u8], src: &[f32], how: &Rounding) -> Result<Loss, FeedbackError> {
+        let k = self.cols;
+        round::quantize_rows(words, scales, src, k, Some(&self.energy), how)?;
+        let rows = src.len() / k;
+        let group = match how.group {
+            Group::Of(n) => n,
+            Group::Channel => k,
+        };
+        let packed = Packed { bits: how.bits, group, rows, cols: k, words, scales, scale_dtype: how.scale_dtype };
+        let mut rounded = vec![0.0; src.len()];
+        packed.dequantize_rows(&mut rounded, 0);
+        let mut grid = vec![0.0; rows * k / group];
+        grid.chunks_exact_mut(k / group).enumerate().for_each(|(r, grid)| packed.row_scales(r, grid));
+        let difference: Vec<f32> = src.iter().zip(&rounded).map(|(a, b)| a - b).collect();
+        let (before, whole) = (self.quadratic(&difference), self.quadratic(src));
+        let mut loss = Loss { before: before.iter().sum(), after: before.iter().sum(), whole: whole.iter().sum() };
+        if let Some((upper, weight)) = &self.factor {
+            let (codes, after) = self.feed(upper, weight, src, &grid, group, how.bits);
+            loss.after = 0.0;
+            let bytes = words.len() / rows;
+            for (r, (row, codes)) in words.chunks_exact_mut(bytes).zip(codes.chunks_exact(k)).enumerate() {
+                let better = after[r] < before[r];
+                loss.after += if better { after[r] } else { before[r] };
+                if better {
+                    pack(row, codes, how.bits);
+                }
+            }
+        }
+        for part in [&mut loss.before, &mut loss.after, &mut loss.whole] {
+            *part *= self.unit;
+        }
+        Ok(loss)
+    }
+
+    /// Codes `[n, K]` with error feedback on the scales `grid`, `[n, K / group]`, and each row's loss.
+    fn feed(&self, upper: &[f32], weight: &[f32], src: &[f32], grid: &[f32], group: usize, bits: Bits) -> (Vec<u8>, Vec<f64>) {
+        let k = self.cols;
+        let rows = src.len() / k;
+        let mut w: Vec<f32> = src.chunks_exact(k).flat_map(|row| self.order.iter().map(|&c| row[c])).collect();
+        let mut codes = vec![0u8; rows * k];
+        let mut losses = vec![0.0f64; rows];
+        let mut errors = vec![0.0f32; rows * BLOCK.min(k)];
+        for first in (0..k).step_by(BLOCK) {
+            let end = (first + BLOCK).min(k);
+            let width = end - first;
+            for r in 0..rows {
+                let block = Block {
+                    columns: &self.order[first..end],
+                    upper: &upper[first * k + first..],
+                    stride: k,
+                    weight: &weight[first..end],
+                    grid: &grid[r * k / group..(r + 1) * k / group],
+                    group,
+                    bits,
+                };
+                let error = &mut errors[r * width..(r + 1) * width];
+                losses[r] += feed_block(&mut w[r * k + first..r * k + end], error, &mut codes[r * k..(r + 1) * k], &block);
+            }
+            if end < k {
+                let errors = MatRef::from_row_major_slice(&errors[..rows * width], rows, width);
+                let factors = MatRef::from_row_major_slice_with_stride(&upper[first * k + end..end * k], width, k - end, k);
+                let rest = MatMut::from_row_major_slice_with_stride_mut(&mut w[end..], rows, k - end, k);
+                matmul(rest, Accum::Add, errors, factors, -1.0f32, Par::Seq);
+            }
+        }
+        (codes, losses)
+    }
+}
+
+/// Consecutive columns, in the order in which codes are chosen, of one row.
+struct Block<'a> {
+    columns: &'a [usize],
+    /// `[width, width]` within rows of `stride`.
+    upper: &'a [f32],
+    stride: usize,
+    weight: &'a [f32],
+    grid: &'a [f32],
+    group: usize,
+    bits: Bits,
+}
+
+/// Chooses the codes of a block one after the other; `w` and `error` are in its order, `codes` in that of the matrix.
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
+fn feed_block(w: &mut [f32], error: &mut [f32], codes: &mut [u8], block: &Block<'_>) -> f64 {
+    let half = block.bits.half() as f32;
+    let mut loss = 0.0f64;
+    for (i, &column) in block.columns.iter().enumerate() {
+        let scale = block.grid[column / block.group];
+        let code = round::code(w[i], scale, half, Dtype::F32);
+        codes[column] = code;
+        let e = w[i] - (f32::from(code) - half) * scale;
+        error[i] = e;
+        loss += f64::from(e * e * block.weight[i]);
+        let factors = &block.upper[i * block.stride + i + 1..i * block.stride + block.columns.len()];
+        w[i + 1..].iter_mut().zip(factors).for_each(|(x, u)| *x = (-e).mul_add(*u, *x));
+    }
+    loss
+}
+
+/// Packs the codes of a row.
+fn pack(words: &mut [u8], codes: &[u8], bits: Bits) {
+    match bits {
+        Bits::Four => words.iter_mut().zip(codes.chunks_exact(2)).for_each(|(b, c)| *b = c[0] | (c[1] << 4)),
+        Bits::Eight => words.copy_from_slice(codes),
+    }
+}
