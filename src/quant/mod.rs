@@ -3,3 +3,4 @@
 pub mod format;
 pub mod gptq;
 pub mod round;
+mod search;

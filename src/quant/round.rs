@@ -1,10 +1,10 @@
 //! Choosing scales and codes, one group of a row at a time.
 //!
 //! `absmax` repeats the observer and compressor of compressed-tensors bit for bit: scale `absmax / (half - 0.5)`, division and
-//! rounding in the scale's type, half to even. `search` tries scales around that value with both signs, each rounded to its
-//! storage type before codes are chosen, and keeps the one with the least squared error, weighted by activation energy if given.
+//! rounding in the scale's type, half to even. `search` tries scales around that value with both signs.
 
 use super::format::{Bits, Group};
+use super::search::Search;
 use crate::tensor::{Dtype, encode, round_to};
 use multiversion::multiversion;
 use std::fmt;
@@ -92,16 +92,6 @@ impl RoundError {
     }
 }
 
-/// Scales tried, in hundredths of the absmax scale, which comes first and so wins ties: where nothing tells candidates apart,
-/// nothing is clipped. Positive comes before negative.
-fn grid(bits: Bits) -> impl Iterator<Item = i32> {
-    let lowest = match bits {
-        Bits::Four => 60,
-        Bits::Eight => 94,
-    };
-    [100].into_iter().chain((lowest..100).rev()).chain(101..=105)
-}
-
 /// Quantizes rows `src`, `[n, cols]`, into packed `words` and `scales`. `energy`, `[cols]`, weighs squared errors.
 ///
 /// # Panics
@@ -124,6 +114,7 @@ pub fn quantize_rows(
     assert_eq!(words.len(), src.len() * how.bits.count() / 8);
     assert_eq!(scales.len(), src.len() / group * scale_bytes);
     let groups = src.chunks_exact(group).zip(words.chunks_exact_mut(group_bytes)).zip(scales.chunks_exact_mut(scale_bytes));
+    let mut search = Search::new(how);
     for (g, ((x, words), scale_out)) in groups.enumerate() {
         let (row, col) = (g * group / cols, g * group % cols);
         let absmax = absmax(x);
@@ -134,7 +125,7 @@ pub fn quantize_rows(
         let energy = energy.map(|e| &e[col..col + group]);
         let scale = match how.method {
             Method::Absmax => absmax_scale(absmax, how),
-            Method::Search => search(x, absmax, energy, how),
+            Method::Search => search.scale(x, absmax, energy).unwrap_or_else(|| absmax_scale(absmax, how)),
         };
         if !scale.is_finite() {
             return Err(RoundError::ScaleOverflow { row, col });
@@ -159,7 +150,7 @@ fn absmax(x: &[f32]) -> f32 {
     }
     for chunk in chunks {
         for i in 0..LANES {
-            most[i] = most[i].max(chunk[i].abs());
+            most[i] = if chunk[i].abs() > most[i] { chunk[i].abs() } else { most[i] };
             bad[i] += chunk[i] * 0.0;
         }
     }
@@ -181,6 +172,7 @@ fn epsilon(dtype: Dtype) -> f32 {
     }
 }
 
+<<<<<<< HEAD
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
 fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32 {
     let half = how.bits.half() as f32;
@@ -275,23 +267,52 @@ pub(super) fn code(v: f32, scale: f32, half: f32, reduced: Dtype) -> u8 {
     let code = (quotient.max(-half).min(half - 1.0) + ROUND) - ROUND + half;
     code as i32 as u8
 }
+=======
+/// Adding this to a magnitude below 2^22 rounds to an integer, half to even, and leaves its low byte in the lowest bits.
+pub(super) const ROUND: f32 = 12_582_912.0;
+>>>>>>> issue5a
 
 /// A finite value rounded to the nearest brain float, ties to even.
 #[inline(always)]
-fn bf16_round(x: f32) -> f32 {
+pub(super) fn bf16_round(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
 }
 
-/// Packs the codes of one group.
+/// Packs the codes of one group; `reduced` rounds quotients to that type first, as arithmetic in it would.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
 fn pack(words: &mut [u8], x: &[f32], scale: f32, bits: Bits, reduced: Dtype) {
+    match reduced {
+        Dtype::BF16 => pack_with(words, x, bits, |v| bf16_round(v / scale)),
+        Dtype::F16 => pack_with(words, x, bits, |v| round_to(Dtype::F16, v / scale)),
+        _ => pack_with(words, x, bits, |v| v / scale),
+    }
+}
+
+#[inline(always)]
+fn pack_with(words: &mut [u8], x: &[f32], bits: Bits, quotient: impl Fn(f32) -> f32) {
+    const LANES: usize = 32;
     let half = bits.half() as f32;
-    if bits == Bits::Four {
-        for (b, v) in words.iter_mut().zip(x.chunks_exact(2)) {
-            *b = code(v[0], scale, half, reduced) | (code(v[1], scale, half, reduced) << 4);
+    let code = |v: f32| {
+        let rounded = quotient(v).max(-half).min(half - 1.0) + ROUND;
+        (rounded.to_bits() as u8).wrapping_add(half as u8)
+    };
+    if bits == Bits::Eight {
+        words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v));
+        return;
+    }
+    let pair = |low: u8, high: u8| low | (high << 4);
+    let (chunks, values) = (words.chunks_exact_mut(LANES / 2), x.chunks_exact(LANES));
+    let rest = values.remainder();
+    for (bytes, values) in chunks.zip(values) {
+        let mut codes = [0u8; LANES];
+        codes.iter_mut().zip(values).for_each(|(c, &v)| *c = code(v));
+        for (b, c) in bytes.iter_mut().zip(codes.chunks_exact(2)) {
+            *b = pair(c[0], c[1]);
         }
-    } else {
-        words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v, scale, half, reduced));
+    }
+    let packed = (x.len() - rest.len()) / 2;
+    for (b, v) in words[packed..].iter_mut().zip(rest.chunks_exact(2)) {
+        *b = pair(code(v[0]), code(v[1]));
     }
 }
