@@ -115,7 +115,7 @@ impl OutputDir {
         }
         let lock = lock_dir(&partial, &target)?;
         let out = OutputDir { partial, target, existing, keep: false, _lock: lock };
-        out.clear()?;
+        clear(&out.partial)?;
         Ok(out)
     }
 
@@ -158,21 +158,21 @@ impl OutputDir {
             None => Ok(()),
         }
     }
+}
 
-    /// Removes what a crashed run left.
-    fn clear(&self) -> Result<(), FileError> {
-        for entry in fs::read_dir(&self.partial).map_err(failed("list", &self.partial))? {
-            let entry = entry.map_err(failed("list", &self.partial))?;
-            let path = entry.path();
-            if entry.file_name() == LOCK {
-                continue;
-            }
-            let is_dir = entry.file_type().map_err(failed("inspect", &path))?.is_dir();
-            let removed = if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(failed("remove", &path))?;
+/// Removes everything inside a directory but its lock.
+fn clear(dir: &Path) -> Result<(), FileError> {
+    for entry in fs::read_dir(dir).map_err(failed("list", dir))? {
+        let entry = entry.map_err(failed("list", dir))?;
+        let path = entry.path();
+        if entry.file_name() == LOCK {
+            continue;
         }
-        Ok(())
+        let is_dir = entry.file_type().map_err(failed("inspect", &path))?.is_dir();
+        let removed = if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        removed.map_err(failed("remove", &path))?;
     }
+    Ok(())
 }
 
 impl Drop for OutputDir {
@@ -186,6 +186,49 @@ impl Drop for OutputDir {
         {
             fs::remove_dir_all(&doomed).ok();
         }
+    }
+}
+
+/// A directory beside an output, for what a run has finished and a later one may go on from. It outlives the run unless
+/// [`WorkDir::remove`]d; a lock keeps a second run out.
+#[derive(Debug)]
+pub struct WorkDir {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl WorkDir {
+    /// Opens `.<name>.work` beside `target`, or makes it.
+    pub fn open(target: &Path) -> Result<WorkDir, FileError> {
+        let target = std::path::absolute(target).map_err(failed("resolve", target))?;
+        let path = sibling(&target, ".work")?;
+        if let Some(parent) = target.parent() {
+            fs::create_dir_all(parent).map_err(failed("create", parent))?;
+        }
+        let lock = lock_dir(&path, &target)?;
+        Ok(WorkDir { path, _lock: lock })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A folder inside, made if need be.
+    pub fn folder(&self, name: &str) -> Result<PathBuf, FileError> {
+        let path = self.path.join(name);
+        fs::create_dir_all(&path).map_err(failed("create", &path))?;
+        Ok(path)
+    }
+
+    /// Removes everything inside.
+    pub fn clear(&self) -> Result<(), FileError> {
+        clear(&self.path)
+    }
+
+    /// Removes it.
+    pub fn remove(self) -> Result<(), FileError> {
+        fs::remove_dir_all(&self.path).map_err(failed("remove", &self.path))
     }
 }
 

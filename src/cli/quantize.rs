@@ -17,12 +17,25 @@ pub struct QuantizeArgs {
     /// Override the format of tensors by canonical id, e.g. 'layers.*.attn.o=int8:g64'; repeatable, first match wins.
     #[arg(long, value_name = "PATTERN=FORMAT")]
     pub set: Vec<String>,
-    /// How codes and scales are chosen: search, or absmax (bit-equal to compressed-tensors).
+    /// How codes and scales are chosen: search; absmax (bit-equal to compressed-tensors); with a calibration text, importance
+    /// (weighted search) or gptq (weighted search and error feedback).
     #[arg(long, default_value = "search", value_name = "METHOD")]
     pub method: String,
     /// Group size of every grouped format of the profile: 32, 64 or 128.
     #[arg(long, value_name = "N")]
     pub group_size: Option<usize>,
+    /// Calibration text of --method importance and gptq: a built-in task set or NAME=PATH; repeatable (default: all built-in).
+    #[arg(long, value_name = "TASK")]
+    pub calib: Vec<String>,
+    /// Most tokens of the calibration text, taken from all sets in turn.
+    #[arg(long, default_value_t = 131_072, value_name = "N")]
+    pub calib_tokens: usize,
+    /// Memory for hidden states, past which they go to a scratch file, and for second moments, past which experts go in waves.
+    #[arg(long, default_value = "4GiB", value_name = "BYTES")]
+    pub max_memory: String,
+    /// Forget what an interrupted calibrated run had finished.
+    #[arg(long)]
+    pub restart: bool,
     /// Only positive scales, for readers that refuse negative ones.
     #[arg(long)]
     pub positive_scales: bool,
@@ -35,4 +48,11 @@ pub struct QuantizeArgs {
     /// Replace an existing artifact.
     #[arg(long)]
     pub force: bool,
+}
+
+impl QuantizeArgs {
+    /// The budget as it was typed.
+    pub fn target(&self) -> Option<String> {
+        None
+    }
 }

@@ -172,105 +172,8 @@ fn epsilon(dtype: Dtype) -> f32 {
     }
 }
 
-<<<<<<< HEAD
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn search(x: &[f32], absmax: f32, energy: Option<&[f32]>, how: &Rounding) -> f32 {
-    let half = how.bits.half() as f32;
-    let base = absmax / (half - 0.5);
-    let (mut best, mut least) = (absmax_scale(absmax, how), f32::INFINITY);
-    for f in grid(how.bits) {
-        let scale = round_to(how.scale_dtype, f as f32 * 0.01 * base);
-        if scale == 0.0 || !scale.is_finite() {
-            continue;
-        }
-        let (positive, negative) = match energy {
-            None => errors(x, scale, half),
-            Some(e) => weighted_errors(x, e, scale, half),
-        };
-        let unit = (scale / absmax) * (scale / absmax);
-        let (positive, negative) = (positive * unit, negative * unit);
-        if positive < least {
-            (best, least) = (scale, positive);
-        }
-        if negative < least && !how.positive_scales {
-            (best, least) = (-scale, negative);
-        }
-    }
-    best
-}
-
-/// Adding and subtracting this rounds to an integer, half to even, for magnitudes below 2^22.
-const ROUND: f32 = 12_582_912.0;
-
-/// What `scale` and `-scale` leave of a value, in units of the scale, so that no square of a small weight underflows: the codes of
-/// the latter are those of the former with the range mirrored.
-#[inline(always)]
-fn residues(v: f32, inv: f32, half: f32) -> (f32, f32) {
-    let q = v.mul_add(inv, ROUND) - ROUND;
-    let p = q.max(-half).min(half - 1.0);
-    let n = q.max(1.0 - half).min(half);
-    (v.mul_add(inv, -p), v.mul_add(inv, -n))
-}
-
-/// Squared errors of a group with `scale` and with `-scale`, in units of the scale squared.
-#[inline(always)]
-fn errors(x: &[f32], scale: f32, half: f32) -> (f32, f32) {
-    const LANES: usize = 32;
-    let inv = 1.0 / scale;
-    let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
-    let chunks = x.chunks_exact(LANES);
-    for (i, &v) in chunks.remainder().iter().enumerate() {
-        let (p, n) = residues(v, inv, half);
-        pos[i] = p * p;
-        neg[i] = n * n;
-    }
-    for chunk in chunks {
-        for ((pos, neg), &v) in pos.iter_mut().zip(&mut neg).zip(chunk) {
-            let (p, n) = residues(v, inv, half);
-            *pos = p.mul_add(p, *pos);
-            *neg = n.mul_add(n, *neg);
-        }
-    }
-    (pos.iter().sum(), neg.iter().sum())
-}
-
-/// The same with a weight for each column.
-#[inline(always)]
-fn weighted_errors(x: &[f32], energy: &[f32], scale: f32, half: f32) -> (f32, f32) {
-    const LANES: usize = 32;
-    let inv = 1.0 / scale;
-    let (mut pos, mut neg) = ([0.0f32; LANES], [0.0f32; LANES]);
-    let (chunks, weights) = (x.chunks_exact(LANES), energy.chunks_exact(LANES));
-    for (i, (&v, w)) in chunks.remainder().iter().zip(weights.remainder()).enumerate() {
-        let (p, n) = residues(v, inv, half);
-        pos[i] = w * p * p;
-        neg[i] = w * n * n;
-    }
-    for (chunk, weight) in chunks.zip(weights) {
-        for (((pos, neg), &v), w) in pos.iter_mut().zip(&mut neg).zip(chunk).zip(weight) {
-            let (p, n) = residues(v, inv, half);
-            *pos = (p * w).mul_add(p, *pos);
-            *neg = (n * w).mul_add(n, *neg);
-        }
-    }
-    (pos.iter().sum(), neg.iter().sum())
-}
-
-/// Code of one value; `reduced` rounds the quotient to that type first, as arithmetic in it would.
-#[inline(always)]
-pub(super) fn code(v: f32, scale: f32, half: f32, reduced: Dtype) -> u8 {
-    let quotient = match reduced {
-        Dtype::BF16 => bf16_round(v / scale),
-        Dtype::F16 => round_to(Dtype::F16, v / scale),
-        _ => v / scale,
-    };
-    let code = (quotient.max(-half).min(half - 1.0) + ROUND) - ROUND + half;
-    code as i32 as u8
-}
-=======
 /// Adding this to a magnitude below 2^22 rounds to an integer, half to even, and leaves its low byte in the lowest bits.
 pub(super) const ROUND: f32 = 12_582_912.0;
->>>>>>> issue5a
 
 /// A finite value rounded to the nearest brain float, ties to even.
 #[inline(always)]
@@ -289,14 +192,18 @@ fn pack(words: &mut [u8], x: &[f32], scale: f32, bits: Bits, reduced: Dtype) {
     }
 }
 
+/// Code of a value over its scale.
+#[inline(always)]
+pub(super) fn code(quotient: f32, half: f32) -> u8 {
+    let rounded = quotient.max(-half).min(half - 1.0) + ROUND;
+    (rounded.to_bits() as u8).wrapping_add(half as u8)
+}
+
 #[inline(always)]
 fn pack_with(words: &mut [u8], x: &[f32], bits: Bits, quotient: impl Fn(f32) -> f32) {
     const LANES: usize = 32;
     let half = bits.half() as f32;
-    let code = |v: f32| {
-        let rounded = quotient(v).max(-half).min(half - 1.0) + ROUND;
-        (rounded.to_bits() as u8).wrapping_add(half as u8)
-    };
+    let code = |v: f32| code(quotient(v), half);
     if bits == Bits::Eight {
         words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v));
         return;

@@ -1,0 +1,191 @@
+//! `moe quantize --method importance` and `gptq`: codes chosen with the activations of a calibration text.
+
+use super::Request;
+use crate::artifact::manifest::{Calibration, Manifest};
+use crate::artifact::plan::Plan;
+use crate::artifact::weights::Weights;
+use crate::calib::sets::{self, TaskSet};
+use crate::calib::solve::{self, Advance, Module, Outcome, Progress, Task};
+use crate::calib::windows::Window;
+use crate::cli::QuantizeArgs;
+use crate::command::{Interrupt, UserError, measure};
+use crate::files::{self, WorkDir};
+use crate::ids::TensorId;
+use crate::profile::precision::Decisions;
+use crate::quant::format::Format;
+use crate::quant::round;
+use crate::report::{Out, seconds};
+use crate::text::Tokenizer;
+use anyhow::Result;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Longest sequence of the calibration text, tokens.
+const WINDOW: usize = 512;
+/// What a run is that a later one may go on from; it must agree to the last value.
+const RUN_FILE: &str = "run.json";
+
+/// A calibration text.
+pub(super) struct Text {
+    pub windows: Vec<Window>,
+    pub calibration: Calibration,
+}
+
+impl Text {
+    /// As many tokens of all sets as were asked for.
+    pub fn read(args: &QuantizeArgs, weights: &Weights) -> Result<Self> {
+        let tokenizer = measure::tokenizer(&args.model, weights.spec())?;
+        let tasks = sets::resolve(&args.calib)?;
+        let limit = WINDOW.min(weights.spec().max_positions);
+        let windows = in_turn(&tasks, args.calib_tokens, limit, &tokenizer)?;
+        let mut digest = Sha256::new();
+        windows.iter().flat_map(|w| &w.tokens).for_each(|t| digest.update(t.to_le_bytes()));
+        let tokens = windows.iter().map(|w| w.tokens.len()).sum();
+        if tokens == 0 {
+            return Err(UserError::new("the calibration text has no two tokens").into());
+        }
+        let tasks = tasks.into_iter().map(|t| t.name).collect();
+        Ok(Self { windows, calibration: Calibration { tasks, sha256: crate::artifact::sums::hex(digest.finalize()), tokens } })
+    }
+}
+
+/// Windows of `limit` tokens, `most` tokens in all, of samples one after the other; the next is always from the set that has
+/// given the fewest tokens. A window whose samples are of several sets counts for that of its first token.
+fn in_turn(tasks: &[TaskSet], most: usize, limit: usize, tokenizer: &Tokenizer) -> Result<Vec<Window>> {
+    let mut stream: Vec<(u32, usize)> = Vec::new();
+    let mut given = vec![(0, 0); tasks.len()];
+    while stream.len() < most {
+        let left = |t: &usize| given[*t].1 < tasks[*t].samples.len();
+        let Some(task) = (0..tasks.len()).filter(left).min_by_key(|&t| given[t].0) else { break };
+        let tokens = tasks[task].samples[given[task].1].tokens(tokenizer)?;
+        given[task] = (given[task].0 + tokens.len(), given[task].1 + 1);
+        stream.extend(tokens.into_iter().map(|t| (t, task)));
+    }
+    stream.truncate(most);
+    let window = |piece: &[(u32, usize)]| Window {
+        tokens: piece.iter().map(|(t, _)| *t).collect(),
+        scored: 1..piece.len(),
+        task: piece[0].1,
+    };
+    Ok(stream.chunks(limit).filter(|p| p.len() > 1).map(window).collect())
+}
+
+/// Quantizes with a calibration text and writes the artifact.
+pub(super) fn write(
+    args: &QuantizeArgs,
+    request: &Request,
+    weights: &Arc<Weights>,
+    decisions: &Decisions,
+    plan: &Plan,
+    feedback: bool,
+    out: Out,
+) -> Result<Manifest> {
+    let text = Text::read(args, weights)?;
+    let work = WorkDir::open(&args.output)?;
+    let format = |id: TensorId| decisions.format(id);
+    let run = Run { args, weights, text: &text, feedback, plan };
+    run.prepare(&work, out)?;
+    let outcome = run.solve(&work, &[("codes", &format)], Advance::Solved, out)?.remove(0);
+    let chosen = Some((&*outcome.solved, text.calibration.clone()));
+    let manifest = super::write(args, request, weights, plan, round::Method::Search, chosen, out)?;
+    let report = json!({"command": "quantize", "modules": outcome.modules});
+    files::write_atomic(&args.output.join("quantize.json"), &serde_json::to_vec_pretty(&report)?)?;
+    work.remove()?;
+    Ok(manifest)
+}
+
+/// A format for every tensor.
+type Formats<'a> = &'a (dyn Fn(TensorId) -> Format + Sync);
+
+/// What all passes of a run share.
+pub(super) struct Run<'a> {
+    pub args: &'a QuantizeArgs,
+    pub weights: &'a Arc<Weights>,
+    pub text: &'a Text,
+    pub feedback: bool,
+    pub plan: &'a Plan,
+}
+
+impl Run<'_> {
+    /// Clears what a run of another kind has left.
+    pub fn prepare(&self, work: &WorkDir, out: Out) -> Result<()> {
+        let shards = self.weights.checkpoint().shards().iter();
+        let files: Vec<Value> = shards.map(|s| json!({"path": s.path, "bytes": s.bytes, "modified": modified(&s.path)})).collect();
+        let this = json!({
+            "tool": env!("CARGO_PKG_VERSION"), "files": files, "calibration": self.text.calibration, "method": self.args.method,
+            "positive_scales": self.args.positive_scales, "rows": self.plan.rows, "target": self.args.target(),
+        });
+        let path = work.path().join(RUN_FILE);
+        let found = path.is_file().then(|| files::read(&path)).transpose()?;
+        let same = found.is_some_and(|bytes| serde_json::from_slice::<Value>(&bytes).is_ok_and(|v| v == this));
+        if !same || self.args.restart {
+            work.clear()?;
+            files::write_atomic(&path, &serde_json::to_vec(&this)?)?;
+        } else {
+            out.note("going on from the layers that an earlier run has finished (--restart forgets them)");
+        }
+        Ok(())
+    }
+
+    /// Chooses codes for some ways of storing the model, each filed in its folder.
+    pub fn solve(&self, work: &WorkDir, ways: &[(&str, Formats<'_>)], advance: Advance, out: Out) -> Result<Vec<Outcome>> {
+        let choices = ways
+            .iter()
+            .map(|(folder, format)| Ok(solve::Choice { format: *format, dir: work.folder(folder)? }))
+            .collect::<Result<Vec<_>>>()?;
+        let task = Task {
+            weights: self.weights,
+            windows: &self.text.windows,
+            choices,
+            advance,
+            feedback: self.feedback,
+            positive_scales: self.args.positive_scales,
+            scale_dtype: self.plan.scale_dtype,
+            max_memory: measure::bytes(&self.args.max_memory)?,
+        };
+        let stop = Interrupt::install()?;
+        let bar = out.count(solve::num_passes(&task), "calibrate");
+        let started = Instant::now();
+        let found = solve::solve(&task, &mut |progress| {
+            match progress {
+                Progress::Group => bar.advance(1),
+                Progress::Part(name, modules) => out.note(told(name, modules, started.elapsed().as_secs_f64())),
+                Progress::Resumed(_) => {}
+            }
+            !stop.pressed()
+        });
+        bar.finish();
+        Ok(found?)
+    }
+}
+
+fn modified(path: &std::path::Path) -> Option<u64> {
+    let time = std::fs::metadata(path).ok()?.modified().ok()?;
+    time.duration_since(std::time::UNIX_EPOCH).ok().map(|d| d.as_secs())
+}
+
+/// One line about a finished part: what error feedback did, and how many tokens its experts saw.
+fn told(name: &str, modules: &[Module], elapsed: f64) -> String {
+    let sum = |of: fn(&Module) -> f64| modules.iter().map(of).sum::<f64>();
+    let (before, after, whole) = (sum(|m| m.loss.before), sum(|m| m.loss.after), sum(|m| m.loss.whole));
+    let experts: Vec<usize> = modules.iter().filter(|m| m.id.ends_with("down") && m.id.contains(".experts.")).map(|m| m.tokens).collect();
+    let mut text = format!("{name}: {} matrices in {}", modules.len(), seconds(elapsed));
+    if whole > 0.0 {
+        text += &format!(", relative output error {:.2e} by search, {:.2e} now", before / whole, after / whole);
+    }
+    if let (Some(least), Some(most)) = (experts.iter().min(), experts.iter().max()) {
+        text += &format!(", tokens an expert {least} to {most}");
+    }
+    let pooled = modules.iter().filter(|m| m.pooled && m.id.ends_with("down")).map(|m| m.id.trim_end_matches(".down"));
+    let pooled: Vec<&str> = pooled.collect();
+    if !pooled.is_empty() {
+        text += &format!(", without tokens of their own: {}", pooled.join(" "));
+    }
+    let damped = modules.iter().filter(|m| m.damping > 0.011).count();
+    if damped > 0 {
+        text += &format!(", {damped} needed more damping");
+    }
+    text
+}
