@@ -3,15 +3,14 @@
 //! An output appears whole or not at all: it is written beside its final place, synced, and renamed. Must not know what the
 //! bytes mean.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+mod output;
+
+pub use output::{Existing, JOURNAL, OutputDir, WorkDir, partial_bytes};
+
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-
-/// Held inside a directory while it is being written.
-const LOCK: &str = ".lock";
-/// What marks a directory as an artifact of this tool, hence as one that may be replaced.
-const MANIFEST: &str = "moe.json";
 
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -82,222 +81,6 @@ impl FileError {
     }
 }
 
-/// What to do with a directory that already stands at the final place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Existing {
-    /// Leave it, and fail.
-    Refuse,
-    /// Replace it if it is empty or holds `moe.json`; anything else is refused all the same.
-    Replace,
-}
-
-/// A directory being written, as `.<name>.partial` beside its final place.
-///
-/// A lock file inside holds the writer's pid, and the lock on it ends with the process: what a crashed run left behind is
-/// cleared by the next one. Dropping an `OutputDir` that was not committed removes everything.
-#[derive(Debug)]
-pub struct OutputDir {
-    partial: PathBuf,
-    target: PathBuf,
-    existing: Existing,
-    keep: bool,
-    _lock: File,
-}
-
-impl OutputDir {
-    /// Starts writing a directory that will end up at `final_path`; missing parents are created.
-    pub fn create(final_path: &Path, existing: Existing) -> Result<OutputDir, FileError> {
-        let target = std::path::absolute(final_path).map_err(failed("resolve", final_path))?;
-        let partial = sibling(&target, ".partial")?;
-        check_replaceable(&target, existing)?;
-        if let Some(parent) = target.parent() {
-            fs::create_dir_all(parent).map_err(failed("create", parent))?;
-        }
-        let lock = lock_dir(&partial, &target)?;
-        let out = OutputDir { partial, target, existing, keep: false, _lock: lock };
-        clear(&out.partial)?;
-        Ok(out)
-    }
-
-    /// Where to create files until [`OutputDir::commit`].
-    pub fn path(&self) -> &Path {
-        &self.partial
-    }
-
-    /// Leaves the unfinished directory in place when this is dropped, for whoever wants to look into it.
-    pub fn keep(&mut self) {
-        self.keep = true;
-    }
-
-    /// Syncs every file, then gives the directory its final name. Where only the move fails, the output is kept.
-    pub fn commit(mut self) -> Result<(), FileError> {
-        sync_tree(&self.partial)?;
-        self.keep = true;
-        check_replaceable(&self.target, self.existing)?;
-        let moved = |source| FileError::NotMoved { path: self.target.clone(), kept: self.partial.clone(), source };
-        let old = if self.target.exists() {
-            let old = sibling(&self.target, &format!(".old.{}", unique()))?;
-            fs::rename(&self.target, &old).map_err(moved)?;
-            Some(old)
-        } else {
-            None
-        };
-        if let Err(source) = fs::rename(&self.partial, &self.target) {
-            if let Some(old) = &old {
-                fs::rename(old, &self.target).ok();
-            }
-            return Err(moved(source));
-        }
-        // The lock travels with the directory, so that nobody can take the partial name over before it is free.
-        let lock = self.target.join(LOCK);
-        fs::remove_file(&lock).map_err(failed("remove", &lock))?;
-        sync_dir(&self.target)?;
-        sync_parent(&self.target)?;
-        match old {
-            Some(old) => fs::remove_dir_all(&old).map_err(failed("remove", &old)),
-            None => Ok(()),
-        }
-    }
-}
-
-/// Removes everything inside a directory but its lock.
-fn clear(dir: &Path) -> Result<(), FileError> {
-    for entry in fs::read_dir(dir).map_err(failed("list", dir))? {
-        let entry = entry.map_err(failed("list", dir))?;
-        let path = entry.path();
-        if entry.file_name() == LOCK {
-            continue;
-        }
-        let is_dir = entry.file_type().map_err(failed("inspect", &path))?.is_dir();
-        let removed = if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-        removed.map_err(failed("remove", &path))?;
-    }
-    Ok(())
-}
-
-impl Drop for OutputDir {
-    fn drop(&mut self) {
-        if self.keep {
-            return;
-        }
-        // Renamed first: another run may claim the partial name as soon as the lock inside is gone.
-        if let Ok(doomed) = sibling(&self.target, &format!(".discarded.{}", unique()))
-            && fs::rename(&self.partial, &doomed).is_ok()
-        {
-            fs::remove_dir_all(&doomed).ok();
-        }
-    }
-}
-
-/// A directory beside an output, for what a run has finished and a later one may go on from. It outlives the run unless
-/// [`WorkDir::remove`]d; a lock keeps a second run out.
-#[derive(Debug)]
-pub struct WorkDir {
-    path: PathBuf,
-    _lock: File,
-}
-
-impl WorkDir {
-    /// Opens `.<name>.work` beside `target`, or makes it.
-    pub fn open(target: &Path) -> Result<WorkDir, FileError> {
-        let target = std::path::absolute(target).map_err(failed("resolve", target))?;
-        let path = sibling(&target, ".work")?;
-        if let Some(parent) = target.parent() {
-            fs::create_dir_all(parent).map_err(failed("create", parent))?;
-        }
-        let lock = lock_dir(&path, &target)?;
-        Ok(WorkDir { path, _lock: lock })
-    }
-
-    /// Where it is.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// A folder inside, made if need be.
-    pub fn folder(&self, name: &str) -> Result<PathBuf, FileError> {
-        let path = self.path.join(name);
-        fs::create_dir_all(&path).map_err(failed("create", &path))?;
-        Ok(path)
-    }
-
-    /// Removes everything inside.
-    pub fn clear(&self) -> Result<(), FileError> {
-        clear(&self.path)
-    }
-
-    /// Removes it.
-    pub fn remove(self) -> Result<(), FileError> {
-        fs::remove_dir_all(&self.path).map_err(failed("remove", &self.path))
-    }
-}
-
-/// Makes `partial` if need be and locks it for this process.
-fn lock_dir(partial: &Path, target: &Path) -> Result<File, FileError> {
-    loop {
-        match fs::create_dir(partial) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed("create", partial)(e)),
-            _ => (),
-        }
-        let path = partial.join(LOCK);
-        let mut file = match OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path) {
-            Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            Err(e) => return Err(failed("lock", &path)(e)),
-        };
-        match file.try_lock() {
-            Ok(()) => (),
-            Err(TryLockError::WouldBlock) => {
-                let mut pid = String::new();
-                file.read_to_string(&mut pid).ok();
-                return Err(FileError::Busy { path: target.to_owned(), pid: pid.trim().parse().ok() });
-            }
-            // File systems without locks: two writers at once is then the user's to avoid.
-            Err(TryLockError::Error(e)) if e.kind() == io::ErrorKind::Unsupported => (),
-            Err(TryLockError::Error(e)) => return Err(failed("lock", &path)(e)),
-        }
-        // The last holder may have moved the directory away between our open and our lock.
-        if same_file(&file, &path) {
-            file.set_len(0).map_err(failed("write", &path))?;
-            writeln!(file, "{}", std::process::id()).map_err(failed("write", &path))?;
-            return Ok(file);
-        }
-    }
-}
-
-#[cfg(unix)]
-fn same_file(file: &File, path: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-        _ => false,
-    }
-}
-
-#[cfg(not(unix))]
-fn same_file(_: &File, path: &Path) -> bool {
-    path.exists()
-}
-
-fn check_replaceable(target: &Path, existing: Existing) -> Result<(), FileError> {
-    let meta = match fs::symlink_metadata(target) {
-        Ok(meta) => meta,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(failed("inspect", target)(e)),
-    };
-    let not_ours = |found| Err(FileError::NotOurs { path: target.to_owned(), found });
-    match existing {
-        Existing::Refuse => Err(FileError::Exists { path: target.to_owned() }),
-        Existing::Replace if meta.is_symlink() => not_ours("a symbolic link"),
-        Existing::Replace if !meta.is_dir() => not_ours("a file"),
-        Existing::Replace if target.join(MANIFEST).is_file() => Ok(()),
-        Existing::Replace => match fs::read_dir(target).map_err(failed("list", target))?.next() {
-            None => Ok(()),
-            Some(_) => not_ours("files of another origin"),
-        },
-    }
-}
-
 /// A file without a name, gone when dropped: hidden states that do not fit in memory.
 pub struct Scratch(File);
 
@@ -351,6 +134,52 @@ pub fn copy(from: &Path, to: &Path) -> Result<u64, FileError> {
     let mut source = File::open(from).map_err(failed("open", from))?;
     let mut target = File::create_new(to).map_err(failed("create", to))?;
     io::copy(&mut source, &mut target).map_err(failed("write", to))
+}
+
+/// A file of lines, each of which is on disk before the call that wrote it returns.
+#[derive(Debug)]
+pub struct LineLog {
+    path: PathBuf,
+    file: File,
+}
+
+impl LineLog {
+    /// Starts an empty log; an old one is emptied.
+    pub fn create(path: &Path) -> Result<Self, FileError> {
+        let log = Self { path: path.to_owned(), file: create(path)? };
+        sync_parent(path)?;
+        Ok(log)
+    }
+
+    /// Opens a log with its lines, `None` if there is none. What follows the last line end was being written when the power
+    /// went, and is cut off.
+    pub fn open(path: &Path) -> Result<Option<(Self, Vec<String>)>, FileError> {
+        let mut file = match OpenOptions::new().read(true).write(true).open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(failed("open", path)(e)),
+        };
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(failed("read", path))?;
+        let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1);
+        let cut = file.set_len(whole as u64).and_then(|()| file.seek(io::SeekFrom::End(0)));
+        cut.map_err(failed("write", path))?;
+        let lines = String::from_utf8_lossy(&bytes[..whole]).lines().map(str::to_owned).collect();
+        Ok(Some((Self { path: path.to_owned(), file }, lines)))
+    }
+
+    /// Adds a line.
+    pub fn append(&mut self, line: &str) -> Result<(), FileError> {
+        let written = self.file.write_all(format!("{line}\n").as_bytes()).and_then(|()| self.file.sync_data());
+        written.map_err(failed("write", &self.path))
+    }
+}
+
+/// Size of a file, and when it was last written in nanoseconds since 1970, where the system says.
+pub fn stamp(path: &Path) -> Result<(u64, Option<u64>), FileError> {
+    let meta = fs::metadata(path).map_err(failed("inspect", path))?;
+    let since = meta.modified().ok().and_then(|t| t.duration_since(std::time::UNIX_EPOCH).ok());
+    Ok((meta.len(), since.map(|d| d.as_nanos() as u64)))
 }
 
 /// Creates a file, or empties the one that is there.
@@ -461,72 +290,6 @@ mod tests {
         names
     }
 
-    /// Trips when commit renames before the files are there, or leaves its lock or its partial directory behind.
-    #[test]
-    fn a_committed_directory_appears_whole_and_alone() {
-        let dir = tempfile::tempdir().unwrap();
-        let out = OutputDir::create(&dir.path().join("new parent/ä b"), Existing::Refuse).unwrap();
-        fs::create_dir(out.path().join("sub")).unwrap();
-        fs::write(out.path().join("sub/x"), "1").unwrap();
-        assert_eq!(names(&dir.path().join("new parent")), [".ä b.partial"]);
-        out.commit().unwrap();
-        assert_eq!(names(&dir.path().join("new parent")), ["ä b"]);
-        assert_eq!(names(&dir.path().join("new parent/ä b")), ["sub"]);
-    }
-
-    /// Trips when Drop does nothing, or ignores `keep`.
-    #[test]
-    fn an_abandoned_directory_vanishes_unless_kept() {
-        let dir = tempfile::tempdir().unwrap();
-        let target = dir.path().join("out");
-        drop(OutputDir::create(&target, Existing::Refuse).unwrap());
-        assert!(names(dir.path()).is_empty());
-        let mut out = OutputDir::create(&target, Existing::Refuse).unwrap();
-        out.keep();
-        fs::write(out.path().join("x"), "1").unwrap();
-        drop(out);
-        assert_eq!(names(&dir.path().join(".out.partial")), [".lock", "x"]);
-        let out = OutputDir::create(&target, Existing::Refuse).unwrap();
-        assert_eq!(names(out.path()), [".lock"], "leftovers of an earlier run must not enter the output");
-    }
-
-    /// Trips when the lock is not taken, or is not tied to its holder.
-    #[test]
-    fn two_writers_exclude_each_other() {
-        let dir = tempfile::tempdir().unwrap();
-        let target = dir.path().join("out");
-        let first = OutputDir::create(&target, Existing::Refuse).unwrap();
-        let error = OutputDir::create(&target, Existing::Refuse).unwrap_err();
-        let me = std::process::id();
-        assert!(matches!(error, FileError::Busy { pid: Some(pid), .. } if pid == me), "{error}");
-        drop(first);
-        OutputDir::create(&target, Existing::Refuse).unwrap().commit().unwrap();
-    }
-
-    /// Trips when `Replace` skips the look into the directory, at creation or again at commit.
-    #[test]
-    fn only_our_own_directories_are_replaced() {
-        let dir = tempfile::tempdir().unwrap();
-        let target = dir.path().join("out");
-        fs::create_dir(&target).unwrap();
-        assert!(matches!(OutputDir::create(&target, Existing::Refuse), Err(FileError::Exists { .. })));
-        let late = OutputDir::create(&target, Existing::Replace).unwrap();
-        fs::write(target.join("thesis.tex"), "1").unwrap();
-        assert!(matches!(late.commit(), Err(FileError::NotOurs { .. })));
-        assert!(matches!(OutputDir::create(&target, Existing::Replace), Err(FileError::NotOurs { .. })));
-        fs::write(target.join(MANIFEST), "{}").unwrap();
-        let out = OutputDir::create(&target, Existing::Replace).unwrap();
-        fs::write(out.path().join("y"), "2").unwrap();
-        assert_eq!(names(&target), [MANIFEST, "thesis.tex"]);
-        out.commit().unwrap();
-        assert_eq!(names(&target), ["y"]);
-        assert_eq!(names(dir.path()), ["out"]);
-        let file = dir.path().join("file");
-        fs::write(&file, "1").unwrap();
-        assert!(matches!(OutputDir::create(&file, Existing::Replace), Err(FileError::NotOurs { .. })));
-        assert!(matches!(OutputDir::create(Path::new("/"), Existing::Refuse), Err(FileError::NoName { .. })));
-    }
-
     /// Trips when the write goes to the file itself (a reader's map would change), or leaves its partial file.
     #[test]
     fn an_atomic_write_replaces_without_touching_the_old_bytes() {
@@ -541,6 +304,19 @@ mod tests {
         assert_eq!(names(dir.path()), ["x"]);
         let error = write_atomic(&dir.path().join("no/x"), b"").unwrap_err();
         assert!(error.to_string().contains("no/") && error.hint().is_some(), "{error}");
+    }
+
+    /// Trips when a torn last line is kept, or when the next line is written over an old one.
+    #[test]
+    fn a_torn_line_of_a_log_is_cut_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        assert!(LineLog::open(&path).unwrap().is_none());
+        LineLog::create(&path).unwrap().append("one").unwrap();
+        fs::write(&path, "one\ntw").unwrap();
+        let (mut log, lines) = LineLog::open(&path).unwrap().unwrap();
+        log.append("three").unwrap();
+        assert_eq!((lines, read(&path).unwrap()), (vec!["one".to_owned()], b"one\nthree\n".to_vec()));
     }
 
     /// Trips when `copy` overwrites: a file copied onto itself would be emptied.

@@ -205,6 +205,7 @@ fn requests_that_make_no_sense() {
         (&["--group-size", "48"], &["48"]),
         (&["--method", "magic"], &["magic", "absmax"]),
         (&["--shard-size", "lots"], &["lots"]),
+        (&["--max-memory", "1MB"], &["--max-memory", "16MiB"]),
         (&["--profile", "/nowhere/mine.toml"], &["/nowhere/mine.toml"]),
     ];
     for (extra, words) in cases {

@@ -4,6 +4,7 @@
 //! bounded by three batches whatever the model.
 
 use super::error::ArtifactError;
+use super::journal::Journal;
 use super::layout::{Content, Shard, Tensor};
 use super::manifest::FileSum;
 use super::sums::hex;
@@ -20,14 +21,19 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 /// Elements of a chunk, so that its floats stay in a second-level cache.
 const CHUNK_ELEMENTS: usize = 128 * 1024;
 /// Bytes of a piece that is copied.
 const COPY_BYTES: usize = 2 << 20;
-/// Source bytes of a batch; three batches are in flight.
+/// Source bytes of a batch where memory allows.
 const BATCH_BYTES: usize = 48 << 20;
+/// Source bytes of a batch times this cover all memory in use: results of three batches, which are at most twice as large (an FP8
+/// source that stays unquantized), and floats of the chunks at work.
+const BATCHES_IN_MEMORY: u64 = 12;
+/// Bytes after which a file is sent on its way to the disk, so that little is left to wait for at its end.
+const SYNC_BYTES: u64 = 64 << 20;
 
 /// A piece of work whose result is the next bytes of the output.
 enum Chunk<'a> {
@@ -81,21 +87,31 @@ enum Done<'a> {
     Release(String),
 }
 
-/// Writes every shard of the plan into `dir`; returns their sizes and checksums.
-pub fn write_shards(job: &Job<'_>, dir: &Path) -> Result<Vec<FileSum>, ArtifactError> {
-    std::thread::scope(|scope| {
+/// Writes the shards of the plan that `journal` does not have yet into `dir`; returns sizes and checksums of all.
+pub fn write_shards(job: &Job<'_>, dir: &Path, journal: &Journal) -> Result<Vec<FileSum>, ArtifactError> {
+    let finished = |shard: &Shard| journal.shards.iter().find(|sum| sum.name == shard.name);
+    let written = std::thread::scope(|scope| {
         let (send, receive) = mpsc::sync_channel::<Vec<Done<'_>>>(1);
-        let writing = scope.spawn(move || Sink { dir, job, scales: HashMap::new(), open: None, sums: Vec::new() }.run(receive));
-        let mut batch = Batch { job, chunks: Vec::new(), bytes: 0, send };
-        let computed = batch.all();
+        let (to_disk, whole) = mpsc::sync_channel(1);
+        let syncing = scope.spawn(move || sync(whole, journal));
+        let writing = scope.spawn(move || Sink { dir, job, scales: HashMap::new(), open: None, to_disk }.run(receive));
+        let bytes = ((job.max_memory / BATCHES_IN_MEMORY) as usize).clamp(1, BATCH_BYTES);
+        let mut batch = Batch { job, chunks: Vec::new(), filled: 0, bytes, send };
+        let computed = batch.all(job.plan.shards.iter().filter(|shard| finished(shard).is_none()));
         drop(batch);
         let written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let synced = syncing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        // A closed channel says only that the next thread failed; why, that thread knows.
         match (computed, written) {
-            // A closed channel says only that writing failed; why, the writer knows.
-            (Err(Stop::Closed) | Ok(()), written) => written,
-            (Err(Stop::Failed(e)), _) => Err(e),
+            (Err(Stop::Failed(e)), _) | (_, Err(Stop::Failed(e))) => Err(e),
+            (Err(Stop::Closed), _) | (_, Err(Stop::Closed)) | (Ok(()), Ok(())) => synced,
         }
-    })
+    })?;
+    let sums = job.plan.shards.iter().map(|shard| {
+        let sum = finished(shard).or_else(|| written.iter().find(|sum| sum.name == shard.name));
+        sum.cloned().ok_or(ArtifactError::Interrupted)
+    });
+    sums.collect()
 }
 
 enum Stop {
@@ -103,9 +119,9 @@ enum Stop {
     Failed(ArtifactError),
 }
 
-impl From<ArtifactError> for Stop {
-    fn from(e: ArtifactError) -> Self {
-        Stop::Failed(e)
+impl<E: Into<ArtifactError>> From<E> for Stop {
+    fn from(e: E) -> Self {
+        Stop::Failed(e.into())
     }
 }
 
@@ -113,13 +129,15 @@ impl From<ArtifactError> for Stop {
 struct Batch<'a> {
     job: &'a Job<'a>,
     chunks: Vec<Chunk<'a>>,
+    /// Source bytes of the chunks, and as many as a batch may have.
+    filled: usize,
     bytes: usize,
     send: mpsc::SyncSender<Vec<Done<'a>>>,
 }
 
 impl<'a> Batch<'a> {
-    fn all(&mut self) -> Result<(), Stop> {
-        for shard in &self.job.plan.shards {
+    fn all(&mut self, shards: impl Iterator<Item = &'a Shard>) -> Result<(), Stop> {
+        for shard in shards {
             self.push(Chunk::Open(shard), 0)?;
             for tensor in &shard.tensors {
                 self.tensor(tensor)?;
@@ -180,13 +198,13 @@ impl<'a> Batch<'a> {
 
     fn push(&mut self, chunk: Chunk<'a>, bytes: usize) -> Result<(), Stop> {
         self.chunks.push(chunk);
-        self.bytes += bytes;
-        if self.bytes >= BATCH_BYTES { self.flush() } else { Ok(()) }
+        self.filled += bytes;
+        if self.filled >= self.bytes { self.flush() } else { Ok(()) }
     }
 
     fn flush(&mut self) -> Result<(), Stop> {
         let job = self.job;
-        self.bytes = 0;
+        self.filled = 0;
         let chunks = std::mem::take(&mut self.chunks);
         let done: Vec<Result<Done<'a>, ArtifactError>> =
             chunks.into_par_iter().map_init(Vec::new, |floats, chunk| compute(job, chunk, floats)).collect();
@@ -197,6 +215,9 @@ impl<'a> Batch<'a> {
 }
 
 fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result<Done<'a>, ArtifactError> {
+    if (job.stopped)() {
+        return Err(ArtifactError::Interrupted);
+    }
     match chunk {
         Chunk::Open(shard) => Ok(Done::Open(shard)),
         Chunk::Scales(id) => Ok(Done::Scales(id)),
@@ -317,19 +338,40 @@ struct Sink<'a> {
     job: &'a Job<'a>,
     /// Scales of weights whose codes are written and whose turn has not come.
     scales: HashMap<TensorId, Vec<u8>>,
-    open: Option<(PathBuf, File, Sha256, u64)>,
-    sums: Vec<FileSum>,
+    open: Option<Open<'a>>,
+    to_disk: mpsc::SyncSender<ToDisk>,
 }
 
-impl Sink<'_> {
-    fn run(mut self, receive: mpsc::Receiver<Vec<Done<'_>>>) -> Result<Vec<FileSum>, ArtifactError> {
+/// A shard being written.
+struct Open<'a> {
+    shard: &'a Shard,
+    path: PathBuf,
+    file: Arc<File>,
+    hash: Sha256,
+    written: u64,
+    /// Bytes written since the file was last sent to the disk.
+    unsynced: u64,
+}
+
+/// A file to sync; with its checksum once it is whole.
+struct ToDisk {
+    path: PathBuf,
+    file: Arc<File>,
+    whole: Option<FileSum>,
+}
+
+impl<'a> Sink<'a> {
+    fn run(mut self, receive: mpsc::Receiver<Vec<Done<'a>>>) -> Result<(), Stop> {
         for done in receive.into_iter().flatten() {
+            if (self.job.stopped)() {
+                return Err(ArtifactError::Interrupted.into());
+            }
             match done {
                 Done::Open(shard) => {
-                    self.close();
+                    self.close()?;
                     let path = self.dir.join(&shard.name);
-                    let file = files::create(&path)?;
-                    self.open = Some((path, file, Sha256::new(), 0));
+                    let file = Arc::new(files::create(&path)?);
+                    self.open = Some(Open { shard, path, file, hash: Sha256::new(), written: 0, unsynced: 0 });
                     self.put(&shard.header)?;
                 }
                 Done::Borrowed(bytes) => self.put(bytes)?,
@@ -345,22 +387,45 @@ impl Sink<'_> {
                 Done::Release(name) => self.job.weights.checkpoint().release(&name),
             }
         }
-        self.close();
-        Ok(self.sums)
+        self.close()
     }
 
-    fn put(&mut self, bytes: &[u8]) -> Result<(), ArtifactError> {
-        let Some((path, file, hash, written)) = &mut self.open else { return Ok(()) };
-        file.write_all(bytes).map_err(|source| FileError::Io { op: "write", path: path.clone(), source })?;
-        hash.update(bytes);
-        *written += bytes.len() as u64;
+    fn put(&mut self, bytes: &[u8]) -> Result<(), Stop> {
+        let Some(open) = &mut self.open else { return Ok(()) };
+        std::thread::sleep(self.job.write_delay);
+        (&*open.file).write_all(bytes).map_err(|source| FileError::Io { op: "write", path: open.path.clone(), source })?;
+        open.hash.update(bytes);
+        open.written += bytes.len() as u64;
+        open.unsynced += bytes.len() as u64;
+        if open.unsynced >= SYNC_BYTES {
+            open.unsynced = 0;
+            let part = ToDisk { path: open.path.clone(), file: Arc::clone(&open.file), whole: None };
+            match self.to_disk.try_send(part) {
+                Err(mpsc::TrySendError::Disconnected(_)) => return Err(Stop::Closed),
+                // The disk is behind; it will be asked again.
+                Ok(()) | Err(mpsc::TrySendError::Full(_)) => {}
+            }
+        }
         Ok(())
     }
 
-    fn close(&mut self) {
-        if let Some((path, _, hash, bytes)) = self.open.take() {
-            let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-            self.sums.push(FileSum { name, bytes, sha256: hex(hash.finalize()) });
+    /// Hands the open shard on, unless its last bytes never came.
+    fn close(&mut self) -> Result<(), Stop> {
+        let Some(open) = self.open.take_if(|open| open.written == open.shard.bytes) else { return Ok(()) };
+        let sum = FileSum { name: open.shard.name.clone(), bytes: open.written, sha256: hex(open.hash.finalize()) };
+        self.to_disk.send(ToDisk { path: open.path, file: open.file, whole: Some(sum) }).map_err(|_| Stop::Closed)
+    }
+}
+
+/// Waits for the disk in place of the thread that writes, and notes in the journal which files it has whole.
+fn sync(receive: mpsc::Receiver<ToDisk>, journal: &Journal) -> Result<Vec<FileSum>, ArtifactError> {
+    let mut sums = Vec::new();
+    for ToDisk { path, file, whole } in receive {
+        file.sync_data().map_err(|source| FileError::Io { op: "sync", path, source })?;
+        if let Some(sum) = whole {
+            journal.shard(&sum)?;
+            sums.push(sum);
         }
     }
+    Ok(sums)
 }

@@ -8,16 +8,24 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Checksums of files, several at once; `next` is the number of the next file to take.
-pub fn hash_files(paths: &[&Path], next: &AtomicUsize) -> Result<Vec<FileSum>, FileError> {
+/// Checksums of files in the order given, several at once, each told to `done` as it comes. Ends early, with what there is, when
+/// `stopped` says so.
+pub fn hash_files<E: From<FileError> + Send>(
+    paths: &[&Path],
+    stopped: &(dyn Fn() -> bool + Sync),
+    done: &(dyn Fn(&FileSum) -> Result<(), E> + Sync),
+) -> Result<Vec<FileSum>, E> {
     let workers = (rayon::current_num_threads() / 4).clamp(1, 4).min(paths.len().max(1));
+    let next = AtomicUsize::new(0);
     let mut sums: Vec<(usize, FileSum)> = std::thread::scope(|scope| {
         let worker = || {
-            let mut done = Vec::new();
+            let mut sums = Vec::new();
             loop {
                 let i = next.fetch_add(1, Ordering::Relaxed);
-                let Some(path) = paths.get(i) else { return Ok::<_, FileError>(done) };
-                done.push((i, hash_file(path)?));
+                let Some(path) = paths.get(i) else { return Ok::<_, E>(sums) };
+                let Some(sum) = hash_file(path, stopped)? else { return Ok(sums) };
+                done(&sum)?;
+                sums.push((i, sum));
             }
         };
         let handles: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
@@ -31,20 +39,20 @@ pub fn hash_files(paths: &[&Path], next: &AtomicUsize) -> Result<Vec<FileSum>, F
     Ok(sums.into_iter().map(|(_, sum)| sum).collect())
 }
 
-fn hash_file(path: &Path) -> Result<FileSum, FileError> {
+fn hash_file(path: &Path, stopped: &(dyn Fn() -> bool + Sync)) -> Result<Option<FileSum>, FileError> {
     let failed = |op| move |source| FileError::Io { op, path: path.to_path_buf(), source };
     let mut file = File::open(path).map_err(failed("open"))?;
     let (mut hash, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
-    loop {
+    while !stopped() {
         let n = file.read(&mut buffer).map_err(failed("read"))?;
         if n == 0 {
-            break;
+            let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
+            return Ok(Some(FileSum { name, bytes, sha256: hex(hash.finalize()) }));
         }
         bytes += n as u64;
         hash.update(&buffer[..n]);
     }
-    let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-    Ok(FileSum { name, bytes, sha256: hex(hash.finalize()) })
+    Ok(None)
 }
 
 /// Bytes of a digest in lower-case hexadecimal.

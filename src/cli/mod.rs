@@ -30,18 +30,27 @@ use clap::{Parser, Subcommand, ValueEnum};
 #[command(after_help = "Exit codes: 0 done, 1 bad input or usage, 2 failure, 3 done but a threshold was crossed.")]
 pub struct Cli {
     /// Print one JSON object instead of tables.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = "In every command")]
     pub json: bool,
     /// No progress and no notes.
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = "In every command")]
     pub quiet: bool,
     /// Worker threads (default: all cores).
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, value_name = "N", help_heading = "In every command")]
     pub threads: Option<usize>,
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
 }
+
+/// Shown after the options of `moe quantize`.
+const QUANTIZE_HELP: &str = "\
+Examples:
+  moe quantize Qwen3-30B-A3B -o Qwen3-30B-A3B-moe --dry-run   what would be written, and who can load it
+  moe quantize Qwen3-30B-A3B -o Qwen3-30B-A3B-moe             write it
+  moe quantize Qwen3-30B-A3B -o Qwen3-30B-A3B-moe --resume    go on after Ctrl-C, a crash or a full disk
+
+Until everything is on disk, files lie in .<DIR>.partial beside the output; nothing half-written ever has its name.";
 
 /// The subcommands.
 #[derive(Debug, Subcommand)]
@@ -51,6 +60,7 @@ pub enum Command {
     /// The whole pipeline: quantize, calibrate, profile the experts, generate; one report.
     Prepare(PrepareArgs),
     /// Write a mixed-precision artifact of a 16-bit checkpoint.
+    #[command(after_help = QUANTIZE_HELP)]
     Quantize(QuantizeArgs),
     /// Measure what quantization did: perplexity, divergence of the outputs and of every router.
     Calibrate(CalibrateArgs),

@@ -30,22 +30,27 @@ pub struct QuantizeArgs {
     /// Most tokens of the calibration text, taken from all sets in turn.
     #[arg(long, default_value_t = 131_072, value_name = "N")]
     pub calib_tokens: usize,
-    /// Memory for hidden states, past which they go to a scratch file, and for second moments, past which experts go in waves.
-    #[arg(long, default_value = "4GiB", value_name = "BYTES")]
-    pub max_memory: String,
-    /// Forget what an interrupted calibrated run had finished.
-    #[arg(long)]
-    pub restart: bool,
     /// Only positive scales, for readers that refuse negative ones.
     #[arg(long)]
     pub positive_scales: bool,
     /// Largest weight file, e.g. 5GB; one larger tensor or expert makes a larger file.
     #[arg(long, default_value = "5GB", value_name = "SIZE")]
     pub shard_size: String,
+    /// Continue a run that was stopped, from the weight files or calibrated layers it had finished; the result is that of an
+    /// unbroken run.
+    #[arg(long)]
+    pub resume: bool,
+    /// Most memory for weights between reading and writing, of which more than 600MiB is never needed. With a calibration text,
+    /// also for hidden states, past which they go to a scratch file, and for second moments, past which experts go in waves.
+    #[arg(long, default_value = "4GiB", value_name = "SIZE")]
+    pub max_memory: String,
+    /// Milliseconds to wait before each write; for tests of interruption.
+    #[arg(long, default_value_t = 0, value_name = "MS", hide = true)]
+    pub write_delay: u64,
     /// Print the plan and every problem; write nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Replace an existing artifact.
+    /// Replace an existing artifact; without --resume, also throw away what a stopped run had finished.
     #[arg(long)]
     pub force: bool,
 }

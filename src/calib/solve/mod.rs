@@ -125,8 +125,8 @@ impl SolveError {
             SolveError::File(e) => e.hint(),
             SolveError::Artifact(e) => e.hint(),
             SolveError::Activations(_) => Some("the checkpoint overflows on this text; quantize it with --method search".into()),
-            SolveError::Damaged { .. } => Some("start anew with --restart".into()),
-            SolveError::Interrupted => Some("the same command continues after the last finished layer".into()),
+            SolveError::Damaged { .. } => Some("pass --force without --resume to start over".into()),
+            SolveError::Interrupted => Some("run the same command with `--resume` to continue".into()),
         }
     }
 }

@@ -81,19 +81,19 @@ pub(super) fn write(
     plan: &Plan,
     feedback: bool,
     out: Out,
-) -> Result<Manifest> {
+) -> Result<(Manifest, u64)> {
     let text = Text::read(args, weights)?;
     let work = WorkDir::open(&args.output)?;
     let format = |id: TensorId| decisions.format(id);
-    let run = Run { args, weights, text: &text, feedback, plan };
-    run.prepare(&work, out)?;
+    let run = Run { args, weights, text: &text, feedback, plan, max_memory: request.max_memory };
+    run.prepare(&work)?;
     let outcome = run.solve(&work, &[("codes", &format)], Advance::Solved, out)?.remove(0);
     let chosen = Some((&*outcome.solved, text.calibration.clone()));
-    let manifest = super::write(args, request, weights, plan, round::Method::Search, chosen, out)?;
+    let written = super::write(args, request, weights, plan, round::Method::Search, chosen, out)?;
     let report = json!({"command": "quantize", "modules": outcome.modules});
     files::write_atomic(&args.output.join("quantize.json"), &serde_json::to_vec_pretty(&report)?)?;
     work.remove()?;
-    Ok(manifest)
+    Ok(written)
 }
 
 /// A format for every tensor.
@@ -106,27 +106,35 @@ pub(super) struct Run<'a> {
     pub text: &'a Text,
     pub feedback: bool,
     pub plan: &'a Plan,
+    pub max_memory: u64,
 }
 
 impl Run<'_> {
-    /// Clears what a run of another kind has left.
-    pub fn prepare(&self, work: &WorkDir, out: Out) -> Result<()> {
+    /// Goes on from what a stopped run has finished, if asked to and if it was the same run; else starts over.
+    pub fn prepare(&self, work: &WorkDir) -> Result<()> {
         let shards = self.weights.checkpoint().shards().iter();
-        let files: Vec<Value> = shards.map(|s| json!({"path": s.path, "bytes": s.bytes, "modified": modified(&s.path)})).collect();
+        let files = shards.map(|s| Ok(json!({"path": s.path, "stamp": files::stamp(&s.path)?}))).collect::<Result<Vec<_>>>()?;
         let this = json!({
             "tool": env!("CARGO_PKG_VERSION"), "files": files, "calibration": self.text.calibration, "method": self.args.method,
             "positive_scales": self.args.positive_scales, "rows": self.plan.rows, "target": self.args.target(),
         });
         let path = work.path().join(RUN_FILE);
         let found = path.is_file().then(|| files::read(&path)).transpose()?;
-        let same = found.is_some_and(|bytes| serde_json::from_slice::<Value>(&bytes).is_ok_and(|v| v == this));
-        if !same || self.args.restart {
-            work.clear()?;
-            files::write_atomic(&path, &serde_json::to_vec(&this)?)?;
-        } else {
-            out.note("going on from the layers that an earlier run has finished (--restart forgets them)");
+        let same = found.as_ref().map(|bytes| serde_json::from_slice::<Value>(bytes).is_ok_and(|v| v == this));
+        match (same, self.args.resume, self.args.force) {
+            (Some(true), true, _) => return Ok(()),
+            (Some(false), true, _) => {
+                let message = format!("`{}` was begun with other input or options", work.path().display());
+                return Err(UserError::new(message).hint("undo the change, or pass --force without --resume to start over").into());
+            }
+            (Some(_), false, false) => {
+                let message = format!("`{}` holds layers of an unfinished run", work.path().display());
+                return Err(UserError::new(message).hint("pass --resume to continue it, or --force to start over").into());
+            }
+            (Some(_), false, true) | (None, ..) => {}
         }
-        Ok(())
+        work.clear()?;
+        Ok(files::write_atomic(&path, &serde_json::to_vec(&this)?)?)
     }
 
     /// Chooses codes for some ways of storing the model, each filed in its folder.
@@ -143,7 +151,7 @@ impl Run<'_> {
             feedback: self.feedback,
             positive_scales: self.args.positive_scales,
             scale_dtype: self.plan.scale_dtype,
-            max_memory: measure::bytes(&self.args.max_memory)?,
+            max_memory: self.max_memory,
         };
         let stop = Interrupt::install()?;
         let bar = out.count(solve::num_passes(&task), "calibrate");
@@ -152,18 +160,13 @@ impl Run<'_> {
             match progress {
                 Progress::Group => bar.advance(1),
                 Progress::Part(name, modules) => out.note(told(name, modules, started.elapsed().as_secs_f64())),
-                Progress::Resumed(_) => {}
+                Progress::Resumed(name) => out.note(format!("{name}: done by an earlier run")),
             }
             !stop.pressed()
         });
         bar.finish();
         Ok(found?)
     }
-}
-
-fn modified(path: &std::path::Path) -> Option<u64> {
-    let time = std::fs::metadata(path).ok()?.modified().ok()?;
-    time.duration_since(std::time::UNIX_EPOCH).ok().map(|d| d.as_secs())
 }
 
 /// One line about a finished part: what error feedback did, and how many tokens its experts saw.

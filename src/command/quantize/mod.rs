@@ -3,7 +3,7 @@
 mod calibrated;
 mod show;
 
-use super::{Status, UserError, measure};
+use super::{Interrupt, Status, UserError, measure};
 use crate::artifact::manifest::{Calibration, Manifest, Recipe};
 use crate::artifact::plan::{self, Choice, Plan};
 use crate::artifact::solved::Solved;
@@ -18,7 +18,11 @@ use crate::report::Out;
 use anyhow::{Context, Result};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Below this the working memory of threads counts for more than the weights.
+const LEAST_MEMORY: u64 = 16 << 20;
 
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
@@ -38,11 +42,11 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         return Ok(Status::Done);
     }
     let started = Instant::now();
-    let manifest = match request.method {
+    let (manifest, read) = match request.method {
         Method::Alone(method) => write(args, &request, &weights, &plan, method, None, out)?,
         Method::Calibrated { feedback } => calibrated::write(args, &request, &weights, &decisions, &plan, feedback, out)?,
     };
-    show::show_result(args, &manifest, started.elapsed().as_secs_f64(), out)?;
+    show::show_result(args, &manifest, read, started.elapsed().as_secs_f64(), out)?;
     Ok(Status::Done)
 }
 
@@ -55,9 +59,11 @@ fn write(
     method: round::Method,
     chosen: Option<(&Solved, Calibration)>,
     out: Out,
-) -> Result<Manifest> {
+) -> Result<(Manifest, u64)> {
     let (solved, calibration) = chosen.unzip();
+    let interrupt = Interrupt::install()?;
     let bar = out.bytes(plan.totals.source_bytes, "quantize");
+    let read = AtomicU64::new(0);
     let written = writer::write(writer::Job {
         weights,
         plan,
@@ -67,10 +73,21 @@ fn write(
         positive_scales: args.positive_scales,
         output: &args.output,
         existing: if args.force { Existing::Replace } else { Existing::Refuse },
-        progress: &|n| bar.advance(n),
+        resume: args.resume,
+        max_memory: request.max_memory,
+        write_delay: Duration::from_millis(args.write_delay),
+        stopped: &|| interrupt.pressed(),
+        resumed: &|finished, total, saved| {
+            out.note(format!("resuming with {finished} of {total} weight files done"));
+            bar.advance(saved);
+        },
+        progress: &|n| {
+            read.fetch_add(n, Ordering::Relaxed);
+            bar.advance(n);
+        },
     });
     bar.finish();
-    Ok(written?)
+    Ok((written?, read.into_inner()))
 }
 
 /// How codes are chosen.
@@ -88,6 +105,7 @@ struct Request {
     overrides: Vec<Rule>,
     method: Method,
     shard_bytes: u64,
+    max_memory: u64,
 }
 
 impl Request {
@@ -113,7 +131,11 @@ impl Request {
         if shard_bytes == 0 {
             return Err(UserError::new("`--shard-size` is 0, expected a size such as 5GB").into());
         }
-        Ok(Self { profile, overrides, method, shard_bytes })
+        let max_memory = measure::bytes(&args.max_memory).context("`--max-memory`")?;
+        if max_memory < LEAST_MEMORY {
+            return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
+        }
+        Ok(Self { profile, overrides, method, shard_bytes, max_memory })
     }
 
     fn recipe(&self, args: &QuantizeArgs, calibration: Option<Calibration>) -> Recipe {

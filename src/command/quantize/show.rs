@@ -132,9 +132,9 @@ fn readers(plan: &Plan) -> String {
     }
 }
 
-pub(super) fn show_result(args: &QuantizeArgs, manifest: &Manifest, seconds: f64, out: Out) -> Result<()> {
+pub(super) fn show_result(args: &QuantizeArgs, manifest: &Manifest, read: u64, seconds: f64, out: Out) -> Result<()> {
     let totals = &manifest.totals;
-    let gb_s = totals.source_bytes as f64 / 1e9 / seconds.max(1e-9);
+    let gb_s = read as f64 / 1e9 / seconds.max(1e-9);
     out.json(&json!({
         "output": args.output, "family": manifest.family, "recipe": manifest.recipe, "totals": totals,
         "shards": manifest.shards, "seconds": seconds, "read_gb_s": gb_s,
