@@ -47,6 +47,16 @@ pub enum Group {
     Channel,
 }
 
+impl Group {
+    /// How many columns these are, of rows of `cols`.
+    pub fn columns(self, cols: usize) -> usize {
+        match self {
+            Group::Of(n) => n,
+            Group::Channel => cols,
+        }
+    }
+}
+
 /// How a matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Format {
@@ -243,13 +253,9 @@ impl OwnedPacked {
 
     /// The matrix, borrowed.
     pub fn view(&self) -> Packed<'_> {
-        let group = match self.group {
-            Group::Of(n) => n,
-            Group::Channel => self.cols,
-        };
         Packed {
             bits: self.bits,
-            group,
+            group: self.group.columns(self.cols),
             rows: self.rows,
             cols: self.cols,
             words: &self.words,

@@ -5,16 +5,15 @@
 //! falling energy, in blocks of 128. Second moments are shrunk towards their diagonal where they were gathered from few tokens,
 //! and a row that feedback did not improve keeps its plain rounding. Must not know where matrices or tokens come from.
 
-use super::format::{Bits, Group, OwnedPacked, Packed};
+use super::feed::{Search, pack, rows_mut};
+use super::format::{OwnedPacked, Packed};
 use super::round::{self, RoundError, Rounding};
 use faer::linalg::matmul::matmul;
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
-use multiversion::multiversion;
+use crate::tensor::encode;
 use rayon::prelude::*;
 
-/// Columns whose errors are carried to the rest by one product.
-const BLOCK: usize = 128;
 /// Share of the mean diagonal added to it before factorising.
 const DAMPING: f64 = 0.01;
 /// Damping beyond which the off-diagonals are given up.
@@ -103,19 +102,29 @@ pub enum FeedbackError {
 
 /// Second moments made ready: factorised once, used for every matrix with the same inputs.
 pub struct Feedback {
-    cols: usize,
+    pub(super) cols: usize,
     /// Columns in the order in which codes are chosen.
-    order: Vec<usize>,
+    pub(super) order: Vec<usize>,
     /// What the search weighs errors with, `[K]`, mean 1.
     energy: Vec<f32>,
     /// Damped and shrunk moments, `[K, K]`; or their diagonal, `[K]`.
-    used: Vec<f32>,
-    /// `U / diag(U)` of `H^-1 = U' U` in that order, `[K, K]`, and `1 / diag(U)^2`; absent where only energies are known.
-    factor: Option<(Vec<f32>, Vec<f32>)>,
+    pub(super) used: Vec<f32>,
+    /// Absent where only energies are known, or nothing is correlated.
+    factor: Option<Factor>,
     /// What turns losses in units of `used` into weighted squares of outputs.
     unit: f64,
     /// Damping that was needed, as a share of the mean diagonal.
     pub damping: f64,
+}
+
+/// `H^-1 = U' U` in the order in which codes are chosen.
+pub(super) struct Factor {
+    /// `U / diag(U)`, `[K, K]`.
+    pub upper: Vec<f32>,
+    /// `1 / diag(U)^2`, what a squared rounding error costs once later columns have made up for what they can.
+    pub weight: Vec<f32>,
+    /// The same by column of the matrix.
+    pub energy: Vec<f32>,
 }
 
 /// Squared output error of some rows, `tr(dW H dW')` in units of the inputs' weights.
@@ -155,7 +164,8 @@ impl Feedback {
         let mut order: Vec<usize> = (0..k).collect();
         order.sort_by(|&a, &b| energy[b].total_cmp(&energy[a]));
         let mut out = Self { cols: k, order, used: energy.clone(), energy, factor: None, unit: mean, damping: 0.0 };
-        if moments.full {
+        let correlated = |i: usize| i % k < i / k && moments.sums[i] != 0.0;
+        if moments.full && moments.tokens > 0 && (0..k * k).any(correlated) {
             let n = moments.tokens as f64;
             out.factorise(&moments.sums, n / (n + 2.0 * k as f64) / mean);
         }
@@ -185,16 +195,16 @@ impl Feedback {
         let Some(llt) = found else { return };
         let mut inverse = Mat::<f64>::zeros(k, k);
         invert_lower_triangular(inverse.as_mut(), llt.L(), Par::Seq);
-        let mut upper = vec![0.0; k * k];
-        let mut weight = vec![0.0; k];
+        let mut factor = Factor { upper: vec![0.0; k * k], weight: vec![0.0; k], energy: vec![0.0; k] };
         for i in 0..k {
             let own = inverse[(k - 1 - i, k - 1 - i)];
-            weight[i] = (1.0 / (own * own)) as f32;
+            factor.weight[i] = (1.0 / (own * own)) as f32;
+            factor.energy[order[i]] = factor.weight[i];
             for j in i + 1..k {
-                upper[i * k + j] = (inverse[(k - 1 - i, k - 1 - j)] / own) as f32;
+                factor.upper[i * k + j] = (inverse[(k - 1 - i, k - 1 - j)] / own) as f32;
             }
         }
-        self.factor = Some((upper, weight));
+        self.factor = Some(factor);
         self.used = (0..k * k)
             .map(|i| match (i / k, i % k) {
                 (a, b) if a == b => (f64::from(self.energy[a]) + damping) as f32,
@@ -218,7 +228,7 @@ impl Feedback {
         let n = rows.len() / k;
         let mut product = vec![0.0f32; rows.len()];
         let (d, h) = (MatRef::from_row_major_slice(rows, n, k), MatRef::from_row_major_slice(&self.used, k, k));
-        matmul(rows_mut(&mut product, n, k, k), Accum::Replace, d, h, 1.0f32, Par::Seq);
+        matmul(MatMut::from_row_major_slice_mut(&mut product, n, k), Accum::Replace, d, h, 1.0f32, Par::Seq);
         let dot = |(a, b): (&[f32], &[f32])| a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
         rows.chunks_exact(k).zip(product.chunks_exact(k)).map(dot).collect()
     }
@@ -252,10 +262,7 @@ impl Feedback {
         let k = self.cols;
         round::quantize_rows(words, scales, src, k, Some(&self.energy), how)?;
         let rows = src.len() / k;
-        let group = match how.group {
-            Group::Of(n) => n,
-            Group::Channel => k,
-        };
+        let group = how.group.columns(k);
         let packed = Packed { bits: how.bits, group, rows, cols: k, words, scales, scale_dtype: how.scale_dtype };
         let mut rounded = vec![0.0; src.len()];
         packed.dequantize_rows(&mut rounded, 0);
@@ -264,16 +271,18 @@ impl Feedback {
         let difference: Vec<f32> = src.iter().zip(&rounded).map(|(a, b)| a - b).collect();
         let (before, whole) = (self.quadratic(&difference), self.quadratic(src));
         let mut loss = Loss { before: before.iter().sum(), after: before.iter().sum(), whole: whole.iter().sum() };
-        if let Some((upper, weight)) = &self.factor {
-            let (codes, after) = self.feed(upper, weight, src, &grid, group, how.bits);
+        if let Some(factor) = &self.factor {
+            let found = Search { feedback: self, factor, src, how, group }.run(grid)?;
+            let each = how.scale_dtype.bytes(k / group);
+            let rows = words.chunks_exact_mut(words.len() / rows).zip(scales.chunks_exact_mut(each)).zip(&before);
             loss.after = 0.0;
-            let bytes = words.len() / rows;
-            for (r, (row, codes)) in words.chunks_exact_mut(bytes).zip(codes.chunks_exact(k)).enumerate() {
-                let better = after[r] < before[r];
-                loss.after += if better { after[r] } else { before[r] };
-                if better {
-                    pack(row, codes, how.bits);
+            for (r, ((words, scales), before)) in rows.enumerate() {
+                // Only where correlations are such that feedback cannot help does rounding win.
+                if found.losses[r] < *before {
+                    pack(words, &found.codes[r * k..(r + 1) * k], how.bits);
+                    encode(scales, how.scale_dtype, &found.grid[r * k / group..(r + 1) * k / group]);
                 }
+                loss.after += found.losses[r].min(*before);
             }
         }
         for part in [&mut loss.before, &mut loss.after, &mut loss.whole] {
@@ -281,88 +290,12 @@ impl Feedback {
         }
         Ok(loss)
     }
-
-    /// Codes `[n, K]` with error feedback on the scales `grid`, `[n, K / group]`, and each row's loss.
-    fn feed(&self, upper: &[f32], weight: &[f32], src: &[f32], grid: &[f32], group: usize, bits: Bits) -> (Vec<u8>, Vec<f64>) {
-        let k = self.cols;
-        let rows = src.len() / k;
-        let mut w: Vec<f32> = src.chunks_exact(k).flat_map(|row| self.order.iter().map(|&c| row[c])).collect();
-        let mut codes = vec![0u8; rows * k];
-        let mut losses = vec![0.0f64; rows];
-        let mut errors = vec![0.0f32; rows * BLOCK.min(k)];
-        for first in (0..k).step_by(BLOCK) {
-            let end = (first + BLOCK).min(k);
-            let width = end - first;
-            for r in 0..rows {
-                let block = Block {
-                    columns: &self.order[first..end],
-                    upper: &upper[first * k + first..],
-                    stride: k,
-                    weight: &weight[first..end],
-                    grid: &grid[r * k / group..(r + 1) * k / group],
-                    group,
-                    bits,
-                };
-                let error = &mut errors[r * width..(r + 1) * width];
-                losses[r] += feed_block(&mut w[r * k + first..r * k + end], error, &mut codes[r * k..(r + 1) * k], &block);
-            }
-            if end < k {
-                let errors = MatRef::from_row_major_slice(&errors[..rows * width], rows, width);
-                let factors = MatRef::from_row_major_slice_with_stride(&upper[first * k + end..end * k], width, k - end, k);
-                let rest = rows_mut(&mut w[end..], rows, k - end, k);
-                matmul(rest, Accum::Add, errors, factors, -1.0f32, Par::Seq);
-            }
-        }
-        (codes, losses)
-    }
-}
-
-/// A row-major matrix of rows `stride` apart, seen through its transpose: faer 0.24's own view of such rows mixes up the strides.
-fn rows_mut(data: &mut [f32], rows: usize, cols: usize, stride: usize) -> MatMut<'_, f32> {
-    MatMut::from_column_major_slice_with_stride_mut(data, cols, rows, stride).transpose_mut()
-}
-
-/// Consecutive columns, in the order in which codes are chosen, of one row.
-struct Block<'a> {
-    columns: &'a [usize],
-    /// `[width, width]` within rows of `stride`.
-    upper: &'a [f32],
-    stride: usize,
-    weight: &'a [f32],
-    grid: &'a [f32],
-    group: usize,
-    bits: Bits,
-}
-
-/// Chooses the codes of a block one after the other; `w` and `error` are in its order, `codes` in that of the matrix.
-#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn feed_block(w: &mut [f32], error: &mut [f32], codes: &mut [u8], block: &Block<'_>) -> f64 {
-    let half = block.bits.half() as f32;
-    let mut loss = 0.0f64;
-    for (i, &column) in block.columns.iter().enumerate() {
-        let scale = block.grid[column / block.group];
-        let code = round::code(w[i] / scale, half);
-        codes[column] = code;
-        let e = w[i] - (f32::from(code) - half) * scale;
-        error[i] = e;
-        loss += f64::from(e * e * block.weight[i]);
-        let factors = &block.upper[i * block.stride + i + 1..i * block.stride + block.columns.len()];
-        w[i + 1..].iter_mut().zip(factors).for_each(|(x, u)| *x = (-e).mul_add(*u, *x));
-    }
-    loss
-}
-
-/// Packs the codes of a row.
-fn pack(words: &mut [u8], codes: &[u8], bits: Bits) {
-    match bits {
-        Bits::Four => words.iter_mut().zip(codes.chunks_exact(2)).for_each(|(b, c)| *b = c[0] | (c[1] << 4)),
-        Bits::Eight => words.copy_from_slice(codes),
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quant::format::{Bits, Group};
     use crate::quant::round::Method;
     use crate::tensor::Dtype;
 
