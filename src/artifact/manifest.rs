@@ -110,6 +110,9 @@ pub struct Recipe {
     pub positive_scales: bool,
     /// Type of the scales.
     pub scale_dtype: String,
+    /// The budget that formats were chosen under, as it was typed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
     /// The text that codes were chosen with, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,

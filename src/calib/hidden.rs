@@ -59,4 +59,3 @@ pub fn groups(windows: &[Window]) -> Vec<(usize, &[Window])> {
     }
     groups
 }
-

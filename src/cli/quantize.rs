@@ -30,6 +30,13 @@ pub struct QuantizeArgs {
     /// Most tokens of the calibration text, taken from all sets in turn.
     #[arg(long, default_value_t = 131_072, value_name = "N")]
     pub calib_tokens: usize,
+    /// Choose formats so that all tensors together take at most this, e.g. 14GB, with the least damage: for what the profile
+    /// quantizes and no --set names. Needs --method importance or gptq.
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["target_bpw", "group_size"])]
+    pub target_size: Option<String>,
+    /// The same budget in bits per weight, e.g. 4.6.
+    #[arg(long, value_name = "BITS", conflicts_with = "group_size")]
+    pub target_bpw: Option<f64>,
     /// Only positive scales, for readers that refuse negative ones.
     #[arg(long)]
     pub positive_scales: bool,
@@ -58,6 +65,6 @@ pub struct QuantizeArgs {
 impl QuantizeArgs {
     /// The budget as it was typed.
     pub fn target(&self) -> Option<String> {
-        None
+        self.target_size.clone().or_else(|| self.target_bpw.map(|b| format!("{b} bits per weight")))
     }
 }

@@ -85,7 +85,10 @@ fn relax(items: &[Vec<Choice>], budget: u64) -> (f64, f64) {
     let at = |price: f64| {
         let one = |item: &Vec<Choice>| {
             let key = |c: &Choice| c.cost + price * c.bytes as f64;
-            item.iter().copied().min_by(|a, b| key(a).total_cmp(&key(b)).then(a.bytes.cmp(&b.bytes))).expect("an item has a choice")
+            item.iter()
+                .copied()
+                .min_by(|a, b| key(a).total_cmp(&key(b)).then(a.bytes.cmp(&b.bytes)))
+                .expect("an item has a choice")
         };
         items.iter().map(one).fold((0, 0.0), |(bytes, cost), c| (bytes + c.bytes, cost + c.cost))
     };

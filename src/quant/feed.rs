@@ -75,7 +75,7 @@ impl Search<'_> {
     }
 
     /// Codes with error feedback on these scales.
-    fn feed(&self, grid: Vec<f32>) -> Found {
+    pub fn feed(&self, grid: Vec<f32>) -> Found {
         let Feedback { cols, order, .. } = self.feedback;
         let (k, group) = (*cols, self.group);
         let rows = self.src.len() / k;
@@ -155,8 +155,7 @@ impl Search<'_> {
         let (rows, half) = (self.src.len() / k, self.how.bits.half() as f32);
         let value = |code: u8, scale: f32| (f32::from(code) - half) * scale;
         let scale_of = |i: usize, grid: &[f32]| grid[i / k * (k / group) + i % k / group];
-        let rest: Vec<f32> =
-            (0..rows * k).map(|i| self.src[i] - value(best.codes[i], scale_of(i, &best.grid))).collect();
+        let rest: Vec<f32> = (0..rows * k).map(|i| self.src[i] - value(best.codes[i], scale_of(i, &best.grid))).collect();
         let mut gradient = vec![0.0f32; rows * k];
         let h = MatRef::from_row_major_slice(&self.feedback.used, k, k);
         let d = MatRef::from_row_major_slice(&rest, rows, k);

@@ -212,4 +212,3 @@ fn read_modules(path: &Path) -> Result<Vec<Module>, SolveError> {
     let bytes = files::read(path)?;
     serde_json::from_slice(&bytes).map_err(|e| SolveError::Damaged { path: path.to_path_buf(), reason: e.to_string() })
 }
-

@@ -70,7 +70,11 @@ impl Stage {
                 _ => {}
             }
             if let Some(dst) = step.writes() {
-                if runs { unknown.remove(&dst) } else { unknown.insert(dst) };
+                if runs {
+                    unknown.remove(&dst)
+                } else {
+                    unknown.insert(dst)
+                };
                 *version.entry(dst).or_default() += 1;
             }
             stage.runs.push(runs);

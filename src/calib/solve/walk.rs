@@ -260,7 +260,14 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<(T
     let feedback = Feedback::new(&moments).map_err(|_| SolveError::Activations(first))?;
     let tokens = moments.tokens();
     drop(moments);
-    let per_token = 1.0 / if tokens == 0 { 1.0 } else if pooled { tokens as f64 } else { rows.max(1) as f64 };
+    let per_token = 1.0
+        / if tokens == 0 {
+            1.0
+        } else if pooled {
+            tokens as f64
+        } else {
+            rows.max(1) as f64
+        };
     let mut found: Vec<Vec<(TensorId, OwnedPacked, Module)>> = task.choices.iter().map(|_| Vec::new()).collect();
     for id in ids {
         let vanished = || ArtifactError::Vanished { tensor: id.to_string() };

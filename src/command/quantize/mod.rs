@@ -1,5 +1,6 @@
 //! `moe quantize`: a plan from headers alone, then one pass over the weights.
 
+mod allocate;
 mod calibrated;
 mod show;
 
@@ -131,6 +132,10 @@ impl Request {
         if shard_bytes == 0 {
             return Err(UserError::new("`--shard-size` is 0, expected a size such as 5GB").into());
         }
+        if let (Method::Alone(_), Some(_)) = (method, args.target()) {
+            let error = UserError::new("a budget needs a calibration text to tell what formats do");
+            return Err(error.hint("add --method gptq").into());
+        }
         let max_memory = measure::bytes(&args.max_memory).context("`--max-memory`")?;
         if max_memory < LEAST_MEMORY {
             return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
@@ -143,6 +148,7 @@ impl Request {
             profile: self.profile.name.clone(),
             overrides: self.overrides.iter().map(Rule::to_string).collect(),
             group_size: args.group_size,
+            target: args.target(),
             method: args.method.clone(),
             positive_scales: args.positive_scales,
             scale_dtype: String::new(),
@@ -191,4 +197,3 @@ fn refusal(mut problems: Vec<anyhow::Error>) -> anyhow::Error {
     let error = UserError::new(format!("{} problems:{}", lines.len(), lines.concat()));
     if hints.is_empty() { error.into() } else { error.hint(hints.join("; ")).into() }
 }
-

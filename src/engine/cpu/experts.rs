@@ -8,13 +8,7 @@ use crate::ids::{ExpertId, LayerId, Role, TensorId};
 use rayon::prelude::*;
 
 /// `silu(gate_e x) * up_e x`, `[T, F]`, of inputs `x`, `[T, D]`: what an expert's down projection sees.
-pub fn inner(
-    weights: &Weights,
-    layer: LayerId,
-    expert: ExpertId,
-    x: &[f32],
-    width: usize,
-) -> Result<Vec<f32>, CheckpointError> {
+pub fn inner(weights: &Weights, layer: LayerId, expert: ExpertId, x: &[f32], width: usize) -> Result<Vec<f32>, CheckpointError> {
     let id = |role| TensorId::expert(layer, expert, role);
     let n = x.len() / weights.spec().width;
     let (mut gate, mut up) = (vec![0.0; width * n], vec![0.0; width * n]);
