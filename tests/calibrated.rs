@@ -36,6 +36,13 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     entries.map(|p| (p.file_name().unwrap().to_string_lossy().to_string(), std::fs::read(&p).unwrap())).collect()
 }
 
+/// Names of files that are not the same in both.
+fn different(a: &Path, b: &Path) -> Vec<String> {
+    let (a, b) = (files(a), files(b));
+    let names: std::collections::BTreeSet<&String> = a.keys().chain(b.keys()).collect();
+    names.into_iter().filter(|n| a.get(*n) != b.get(*n)).cloned().collect()
+}
+
 fn format(id: TensorId) -> Format {
     match id.role.component() {
         _ if id.part == Part::Bias => Format::Source,
@@ -82,8 +89,8 @@ fn breaks_and_memory_do_not_change_a_byte() {
     solve_in(&weights, &broken, 1 << 30, true, None).unwrap();
     solve_in(&weights, &small, 1, true, None).unwrap();
     assert!(files(&whole).len() >= 10);
-    assert_eq!(files(&whole), files(&broken));
-    assert_eq!(files(&whole), files(&small));
+    assert_eq!(different(&whole, &broken), [""; 0]);
+    assert_eq!(different(&whole, &small), [""; 0]);
 }
 
 /// Every family's plan is walked, shared experts and latent attention among them, and everything that is asked for is chosen.
@@ -92,6 +99,9 @@ fn every_family_is_quantized_whole() {
     let root = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(fixture("reference")).unwrap() {
         let path = entry.unwrap().path();
+        if !path.is_dir() {
+            continue;
+        }
         let weights = Arc::new(Weights::open(&path).unwrap());
         let windows = windows(weights.spec().vocab);
         let fitting = |id: TensorId| {
@@ -161,9 +171,8 @@ fn a_killed_run_resumes_to_the_same_bytes() {
     assert!(resumed.status.success(), "{}", stderr(&resumed));
     assert!(stderr(&resumed).contains("layer-0000: done by an earlier run"));
     assert!(!work.exists());
-    let reports = ["quantize.json", "quantize.html"];
-    let bytes = |dir: &Path| files(dir).into_iter().filter(|(n, _)| !reports.contains(&n.as_str())).collect::<BTreeMap<_, _>>();
-    assert_eq!(bytes(&whole), bytes(&killed));
+    // The reports name the directory.
+    assert_eq!(different(&whole, &killed), ["quantize.html", "quantize.json"]);
 }
 
 /// Measured: gptq leaves about 0.7 of the divergence of plain search on `tiny`; below 0.95 the sign and the order are right. Fails
@@ -172,10 +181,9 @@ fn a_killed_run_resumes_to_the_same_bytes() {
 fn feedback_lowers_divergence_and_a_narrow_text_is_told() {
     let root = tempfile::tempdir().unwrap();
     let (plain, fed) = (root.path().join("plain"), root.path().join("fed"));
-    assert!(quantize(&plain, &["--method", "search", "--quiet"]).status.code() != Some(0), "a flag given twice");
     let mut moe = Command::cargo_bin("moe").unwrap();
     moe.args(["quantize", &arg(&fixture("tiny")), "-o", &arg(&plain), "--quiet"]).assert().success();
-    let done = quantize(&fed, &["--calib", "prose", "--calib", "dialogue", "--calib-tokens", "12000"]);
+    let done = quantize(&fed, &["--calib", "prose", "--calib", "dialogue", "--calib-tokens", "8000"]);
     assert!(done.status.success(), "{}", stderr(&done));
     assert!(stderr(&done).contains("the calibration text is narrow (prose, dialogue)"), "{}", stderr(&done));
     let report: Value = serde_json::from_slice(&std::fs::read(fed.join("quantize.json")).unwrap()).unwrap();
@@ -186,7 +194,16 @@ fn feedback_lowers_divergence_and_a_narrow_text_is_told() {
     let kld = |artifact: &Path| {
         let text = arg(&fixture("measure/text.txt"));
         let mut moe = Command::cargo_bin("moe").unwrap();
-        moe.current_dir(root.path()).args(["calibrate", &arg(&fixture("tiny")), &arg(artifact), "--text", &text, "--quiet"]);
+        moe.current_dir(root.path()).args([
+            "calibrate",
+            &arg(&fixture("tiny")),
+            &arg(artifact),
+            "--text",
+            &text,
+            "--max-windows",
+            "6",
+            "--quiet",
+        ]);
         moe.output().unwrap();
         let report: Value = serde_json::from_slice(&std::fs::read(root.path().join("report.json")).unwrap()).unwrap();
         report["kld"]["mean"].as_f64().unwrap()

@@ -81,6 +81,9 @@ impl<'a> Walk<'a> {
 
     /// Files what was chosen; the list of modules comes last and makes it count.
     fn file(&mut self, name: &str) -> Result<(), SolveError> {
+        // In the order of the model, whatever the waves were.
+        let places: HashMap<String, usize> = self.ids_of(name).enumerate().map(|(i, id)| (id.to_string(), i)).collect();
+        self.open.iter_mut().for_each(|(_, modules)| modules.sort_by_key(|m| places.get(&m.id).copied()));
         let first = self.open.first().map(|(_, m)| m.clone()).unwrap_or_default();
         for (choice, (chosen, modules)) in self.task.choices.iter().zip(std::mem::take(&mut self.open)) {
             Solved::of(chosen).write(&codes_file(&choice.dir, name))?;
