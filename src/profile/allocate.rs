@@ -26,16 +26,13 @@ struct State {
     from: usize,
 }
 
-/// For each item the index of the choice that belongs to the cheapest allocation of at most `budget` bytes.
+/// For each item, of which each has a choice, the index of the one that belongs to the cheapest allocation of at most `budget` bytes.
 ///
 /// Dynamic programming over undominated pairs of bytes and cost. A pair is dropped when the Lagrangian bound shows that nothing
 /// it leads to can beat an allocation already known (Dyer, Kayal and Walker 1984 bound the same problem this way), which leaves
 /// few however many items there are.
-///
-/// # Panics
-/// If an item has no choice.
 pub fn allocate(items: &[Vec<Choice>], budget: u64) -> Result<Vec<usize>, Infeasible> {
-    let least = |item: &Vec<Choice>| item.iter().map(|c| c.bytes).min().expect("an item has a choice");
+    let least = |item: &Vec<Choice>| item.iter().map(|c| c.bytes).min().unwrap_or(0);
     let smallest: u64 = items.iter().map(least).sum();
     if smallest > budget {
         return Err(Infeasible { smallest });
@@ -88,7 +85,7 @@ fn relax(items: &[Vec<Choice>], budget: u64) -> (f64, f64) {
             item.iter()
                 .copied()
                 .min_by(|a, b| key(a).total_cmp(&key(b)).then(a.bytes.cmp(&b.bytes)))
-                .expect("an item has a choice")
+                .unwrap_or(Choice { bytes: 0, cost: 0.0 })
         };
         items.iter().map(one).fold((0, 0.0), |(bytes, cost), c| (bytes + c.bytes, cost + c.cost))
     };

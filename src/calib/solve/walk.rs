@@ -25,6 +25,9 @@ use std::sync::Arc;
 /// What the part at hand has so far, for one choice.
 type Open = (HashMap<TensorId, Arc<OwnedPacked>>, Vec<Module>);
 
+/// A matrix and what became of it.
+type Chosen = (TensorId, OwnedPacked, Module);
+
 pub(super) struct Walk<'a> {
     task: &'a Task<'a>,
     groups: Vec<(usize, &'a [Window])>,
@@ -242,7 +245,7 @@ impl<'a> Walk<'a> {
     /// Quantizes the matrices whose inputs were gathered, for every choice.
     fn choose(&mut self, gathered: Vec<Gathered>) -> Result<(), SolveError> {
         let (task, rows) = (self.task, self.rows);
-        let found: Vec<Vec<Vec<(TensorId, OwnedPacked, Module)>>> =
+        let found: Vec<Vec<Vec<Chosen>>> =
             gathered.into_par_iter().map(|g| choose(task, g, rows)).collect::<Result<_, _>>()?;
         for of_choices in found {
             for ((chosen, modules), new) in self.open.iter_mut().zip(of_choices) {
@@ -257,7 +260,7 @@ impl<'a> Walk<'a> {
 }
 
 /// For each choice, what becomes of the matrices that share these inputs.
-fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<(TensorId, OwnedPacked, Module)>>, SolveError> {
+fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Chosen>>, SolveError> {
     let Gathered { ids, moments, pooled, .. } = gathered;
     let first = ids.first().map(TensorId::to_string).unwrap_or_default();
     let feedback = Feedback::new(&moments).map_err(|_| SolveError::Activations(first))?;
@@ -271,7 +274,7 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<(T
         } else {
             rows.max(1) as f64
         };
-    let mut found: Vec<Vec<(TensorId, OwnedPacked, Module)>> = task.choices.iter().map(|_| Vec::new()).collect();
+    let mut found: Vec<Vec<Chosen>> = task.choices.iter().map(|_| Vec::new()).collect();
     for id in ids {
         let vanished = || ArtifactError::Vanished { tensor: id.to_string() };
         let weight = task.weights.get(id).ok_or_else(vanished)?;

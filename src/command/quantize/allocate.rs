@@ -135,9 +135,12 @@ fn infeasible(budget: u64, smallest: u64, decisions: &Decisions, weights: &Weigh
     UserError::new(message).hint(hint).into()
 }
 
+/// Layer, kind, and whether an override names it.
+type Bundle = (Option<LayerId>, &'static str, bool);
+
 /// Tensors by what readers need in one format; those that are quantized and have no choice form items of one option.
 fn items(run: &Run<'_>, request: &Request, decisions: &Decisions) -> Result<Vec<Item>> {
-    let mut groups: BTreeMap<(Option<LayerId>, &'static str, bool), Vec<(TensorId, [usize; 2])>> = BTreeMap::new();
+    let mut groups: BTreeMap<Bundle, Vec<(TensorId, [usize; 2])>> = BTreeMap::new();
     for (id, shape) in run.weights.tensors() {
         let &[rows, cols] = &shape[..] else { continue };
         if id.part == Part::Weight && decisions.format(*id) != Format::Source {
@@ -145,7 +148,7 @@ fn items(run: &Run<'_>, request: &Request, decisions: &Decisions) -> Result<Vec<
             groups.entry((id.layer, kind(id.role), pinned)).or_default().push((*id, [rows, cols]));
         }
     }
-    let item = |((layer, kind, pinned), members): ((Option<LayerId>, &'static str, bool), Vec<(TensorId, [usize; 2])>)| {
+    let item = |((layer, kind, pinned), members): (Bundle, Vec<(TensorId, [usize; 2])>)| {
         let wanted: Vec<Format> = match pinned {
             true => vec![decisions.format(members[0].0)],
             false => OPTIONS.iter().filter_map(|o| o.parse().ok()).chain([Format::Source]).collect(),
