@@ -2,7 +2,7 @@
 //
 //   o[h] = sum_s softmax_s(scale * q[h] . K[s, h / (H / Hk)]) V[s, h / (H / Hk)],   s in (position - window, position]
 //
-// q [T, H Dh], k, v [T, Hk Dh] f32 as the projections left them; o [T, H Dh] bf16 (natural or nibble order)
+// q [T, H Dh], k, v [T, Hk Dh] f32 as the projections left them; o [T, H Dh] f32
 // cache  k_pages, v_pages [page][Hk][16][Dh] bf16; page_table [T, max_pages] s32; positions [T] s32, of the new token
 // norm   0 none, 1 each head alone (gain [Dh]), 2 the whole row (gain [H Dh], [Hk Dh]); clip after it; cosines, sines
 //        [positions, rope_dim / 2] f32, pairs (i, i + rope_dim / 2) or (2 i, 2 i + 1) of the first rope_dim elements
@@ -21,7 +21,7 @@
 static const int PAGE = 16;  // tokens
 
 struct AttentionArgs {
-  bf16* out;
+  float* out;
   const float* q;
   const float* k;
   const float* v;
@@ -44,15 +44,12 @@ struct AttentionArgs {
   int rope_dim;
   int interleaved;
   int window;        // 0: none
-  int nibble_order;  // of out
   float scale;
-  const void* warm;  // bytes to pull into L2 meanwhile, or null
-  u64 warm_bytes;
 };
 
 // norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines
-template <int DH>
-DEV void prepare_row(float* row_sh, const float* gain, float inv, const AttentionArgs& a, const float* angle_sh, bool rotate) {
+template <int DH, class Args>
+DEV void prepare_row(float* row_sh, const float* gain, float inv, const Args& a, const float* angle_sh, bool rotate) {
   const int lane = threadIdx.x & 31, half = a.rope_dim / 2;
   float f[DH / 32], sum = 0.f;
 #pragma unroll
@@ -133,8 +130,8 @@ DEV void attention_decode(const AttentionArgs& a) {
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
           const u32 lo[4] = {q_lo[b].x, q_hi[b].x, q_lo[b].y, q_hi[b].y}, hi[4] = {q_lo[b].z, q_hi[b].z, q_lo[b].w, q_hi[b].w};
-          mma_16x8x16(s[i], lo, key[i][b].x, key[i][b].y);
-          mma_16x8x16(s[i], hi, key[i][b].z, key[i][b].w);
+          mma_bf16(s[i], lo, key[i][b].x, key[i][b].y);
+          mma_bf16(s[i], hi, key[i][b].z, key[i][b].w);
         }
       }
     }
@@ -160,11 +157,6 @@ DEV void attention_decode(const AttentionArgs& a) {
       for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x)
         angle_sh[i] = i < half ? a.cosines[(size_t)position * half + i] : a.sines[(size_t)position * half + i - half];
       if (a.norm == 1 && threadIdx.x < DH / 32) prefetch_l2(a.q_gain + threadIdx.x * 32), prefetch_l2(a.k_gain + threadIdx.x * 32);
-      if (a.warm) {
-        const u64 block = ((u64)blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, blocks = (u64)gridDim.x * gridDim.y * gridDim.z;
-#pragma unroll 1
-        for (u64 i = (block * blockDim.x + threadIdx.x) * 128; i < a.warm_bytes; i += blocks * blockDim.x * 128) prefetch_l2((const char*)a.warm + i);
-      }
       dependency_wait();
       dependents_launch();
       const bool newest = split == splits - 1;
@@ -239,8 +231,8 @@ DEV void attention_decode(const AttentionArgs& a) {
     for (int n = 0; n < TILES; n += 2) {
       u32 b[4];
       ldmatrix_x4_trans(b, v_sh + (buffer * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
-      mma_16x8x16(o[n], p, b[0], b[1]);
-      mma_16x8x16(o[n + 1], p, b[2], b[3]);
+      mma_bf16(o[n], p, b[0], b[1]);
+      mma_bf16(o[n + 1], p, b[2], b[3]);
     }
     __syncwarp();
     page = next, buffer ^= 1;
@@ -261,18 +253,9 @@ DEV void attention_decode(const AttentionArgs& a) {
     if (t == 0) row[DH] = top[r], row[DH + 1] = sum[r];
   }
   __syncthreads();
-  bf16* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
+  float* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
   float* part = a.partial + ((size_t)seq * a.Hk + kv) * a.max_splits * 16 * stride;
-  auto store = [&](int h, int d, float4 v, float f) {
-    const u32 lo = bf16_pair(v.x * f, v.y * f), hi = bf16_pair(v.z * f, v.w * f);
-    bf16* at = out + h * DH;
-    if (!a.nibble_order) {
-      *(uint2*)(at + d) = make_uint2(lo, hi);
-    } else {
-      at[nibble_position(d)] = (bf16)lo, at[nibble_position(d + 1)] = (bf16)(lo >> 16);
-      at[nibble_position(d + 2)] = (bf16)hi, at[nibble_position(d + 3)] = (bf16)(hi >> 16);
-    }
-  };
+  auto store = [&](int h, int d, float4 v, float f) { *(float4*)(out + h * DH + d) = make_float4(v.x * f, v.y * f, v.z * f, v.w * f); };
 #pragma unroll 1
   for (int i = threadIdx.x; i < heads; i += blockDim.x) {
     const int h = i / (DH / 4), d = i % (DH / 4) * 4;
@@ -332,3 +315,218 @@ ATTENTION(32)
 ATTENTION(64)
 ATTENTION(96)
 ATTENTION(128)
+
+// ------------------------------------------------------------------------------------------------------------------- prompts
+// append_d{Dh}: norm, clip and rotation of q (in place) and k, k and v into the pages, for any number of new tokens
+// attention_prefill_d{Dh}: the same attention for runs of new tokens whose keys are in the pages; token t belongs to the sequence of row
+//   rows[t] of the page table, tokens of a sequence follow each other; cosines, sines [T, rope_dim / 2] by token
+// Launch append: grid T, 256 threads. attention: grid (ceil(T / 64), H), 128 threads, shared 5 * 64 * (Dh + 8) * 2; a block takes 64 tokens
+// of one head, a warp 16 of them; keys and values of 64 positions arrive while those before are used.
+// Floors: operations 2 T^2 H Dh a sequence on tensor cores, half of them masked away. Source: FlashAttention-2 (arXiv 2307.08691).
+struct AppendArgs {
+  float* q;
+  const float* k;
+  const float* v;
+  bf16* k_pages;
+  bf16* v_pages;
+  const int* page_table;
+  const int* positions;
+  const int* rows;
+  const float* q_gain;
+  const float* k_gain;
+  const float* cosines;
+  const float* sines;
+  int q_stride, k_stride, v_stride;  // elements
+  int H, Hk;
+  int max_pages;
+  int norm;
+  float eps;
+  float clip;
+  int rope_dim;
+  int interleaved;
+};
+struct PrefillArgs {
+  float* out;
+  const float* q;
+  const bf16* k_pages;
+  const bf16* v_pages;
+  const int* page_table;
+  const int* positions;
+  const int* rows;
+  int q_stride, out_stride;  // elements
+  int T, H, Hk;
+  int max_pages;
+  int window;  // 0: none
+  float scale;
+};
+
+template <int DH>
+DEV void append_rows(const AppendArgs& a) {
+  __shared__ float scratch_sh[32], angle_sh[DH], row_sh[8][DH];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = a.rope_dim / 2;
+  const size_t token = blockIdx.x;
+  dependency_wait();
+  dependents_launch();
+  const int position = a.positions[token];
+  float *q_row = a.q + token * a.q_stride, q_inv = 1.f, k_inv = 1.f;
+  const float* k_row = a.k + token * a.k_stride;
+  for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x) angle_sh[i] = i < half ? a.cosines[token * half + i] : a.sines[token * half + i - half];
+  if (a.norm == 2) {
+    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh);
+    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh);
+  }
+  __syncthreads();
+  const size_t page = (size_t)a.page_table[(size_t)a.rows[token] * a.max_pages + position / PAGE] * a.Hk;
+#pragma unroll 1
+  for (int h = warp; h < a.H + 2 * a.Hk; h += 8) {
+    const bool is_q = h < a.H, is_v = h >= a.H + a.Hk;
+    const int kv = is_v ? h - a.H - a.Hk : h - a.H;
+    const float* from = is_q ? q_row + h * DH : is_v ? a.v + token * a.v_stride + kv * DH : k_row + kv * DH;
+    const float* gain = is_q ? a.q_gain + (a.norm == 2 ? h * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0);
+#pragma unroll
+    for (int i = 0; i < DH / 32; i++) row_sh[warp][lane + 32 * i] = from[lane + 32 * i];
+    __syncwarp();
+    prepare_row<DH>(row_sh[warp], gain, is_q ? q_inv : k_inv, a, angle_sh, !is_v);
+    bf16* to = (is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH;
+#pragma unroll
+    for (int i = 0; i < DH / 32; i++) {
+      const float x = row_sh[warp][lane + 32 * i];
+      if (is_q)
+        q_row[h * DH + lane + 32 * i] = x;
+      else
+        to[lane + 32 * i] = to_bf16(x);
+    }
+    __syncwarp();
+  }
+}
+
+template <int DH>
+DEV void attention_prefill(const PrefillArgs& a) {
+  extern __shared__ uint4 attention_sh[];
+  __shared__ int row_sh[64], position_sh[64];
+  const int ROW = DH + 8, TILES = DH / 8, RUN = 64;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int t0 = blockIdx.x * RUN, h = blockIdx.y, kv = h / (a.H / a.Hk), used = min_int(RUN, a.T - t0);
+  bf16* q_sh = (bf16*)attention_sh;      // [64][ROW]
+  bf16* kv_sh = q_sh + RUN * ROW;        // [2][keys, values][64][ROW]
+  dependency_wait();
+  dependents_launch();
+  for (int i = threadIdx.x; i < RUN * (DH / 4); i += 128) {
+    const int r = i / (DH / 4), d = i % (DH / 4) * 4;
+    const float4 v = r < used ? *(const float4*)(a.q + (size_t)(t0 + r) * a.q_stride + h * DH + d) : make_float4(0.f, 0.f, 0.f, 0.f);
+    *(uint2*)(q_sh + r * ROW + d) = make_uint2(bf16_pair(v.x, v.y), bf16_pair(v.z, v.w));
+  }
+  if (threadIdx.x < RUN) row_sh[threadIdx.x] = threadIdx.x < used ? a.rows[t0 + threadIdx.x] : -1, position_sh[threadIdx.x] = threadIdx.x < used ? a.positions[t0 + threadIdx.x] : 0;
+  __syncthreads();
+
+  const int mine[2] = {warp * 16 + g, warp * 16 + g + 8};
+  const float to_exp2 = a.scale * 1.44269504f;
+  float o[TILES][4], top[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+#pragma unroll 1
+  for (int from = 0; from < used;) {  // tokens of one sequence
+    int to = from + 1;
+    while (to < used && row_sh[to] == row_sh[from]) to++;
+    const int last = position_sh[to - 1], begin = a.window ? max_int(position_sh[from] + 1 - a.window, 0) / RUN * RUN : 0;
+    const int* table = a.page_table + (size_t)row_sh[from] * a.max_pages;
+    auto fetch = [&](int key0, int buffer) {
+      bf16* k_to = kv_sh + buffer * 2 * RUN * ROW;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < RUN * (DH / 8); i += 128) {
+        const int r = i / (DH / 8), d = i % (DH / 8) * 8, key = min_int(key0 + r, last);
+        const size_t at = (((size_t)table[key / PAGE] * a.Hk + kv) * PAGE + key % PAGE) * DH + d;
+        copy_async_16(k_to + r * ROW + d, a.k_pages + at);
+        copy_async_16(k_to + (RUN + r) * ROW + d, a.v_pages + at);
+      }
+    };
+    fetch(begin, 0);
+    copy_async_commit();
+    int buffer = 0;
+    const int lo = max_int(from, warp * 16), hi = min_int(to, warp * 16 + 16);  // of this warp
+    const int deepest = hi > lo ? position_sh[hi - 1] : -1;
+#pragma unroll 1
+    for (int key0 = begin; key0 <= last; key0 += RUN, buffer ^= 1) {
+      if (key0 + RUN <= last) fetch(key0 + RUN, buffer ^ 1);
+      copy_async_commit();
+      copy_async_wait<1>();
+      __syncthreads();
+      if (key0 <= deepest) {
+        const bf16 *k_sh = kv_sh + buffer * 2 * RUN * ROW, *v_sh = k_sh + RUN * ROW;
+        float s[8][4];
+#pragma unroll
+        for (int n = 0; n < 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
+#pragma unroll
+        for (int d = 0; d < DH; d += 16) {
+          u32 q[4];
+          ldmatrix_x4(q, q_sh + (warp * 16 + (lane & 15)) * ROW + d + (lane >> 4) * 8);
+#pragma unroll
+          for (int n = 0; n < 8; n += 2) {
+            u32 b[4];
+            ldmatrix_x4(b, k_sh + (n * 8 + (lane >> 4) * 8 + (lane & 7)) * ROW + d + (lane >> 3 & 1) * 8);
+            mma_bf16(s[n], q, b[0], b[1]);
+            mma_bf16(s[n + 1], q, b[2], b[3]);
+          }
+        }
+        u32 p[4][4];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const bool inside = mine[r] >= from && mine[r] < to;
+          const int position = position_sh[mine[r]], first = a.window ? position + 1 - a.window : 0;
+          float m = -INFINITY_F;
+#pragma unroll
+          for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+              const int key = key0 + n * 8 + 2 * t + j;
+              float& x = s[n][2 * r + j];
+              x = inside && key <= position && key >= first ? x * to_exp2 : -INFINITY_F;
+              m = fmaxf(m, x);
+            }
+          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+          const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now, keep = exp2_fast(top[r] - base);
+          top[r] = now, sum[r] *= keep;
+#pragma unroll
+          for (int n = 0; n < 8; n++) {
+            const float e0 = exp2_fast(s[n][2 * r] - base), e1 = exp2_fast(s[n][2 * r + 1] - base);
+            sum[r] += e0 + e1;
+            p[n / 2][r + n % 2 * 2] = bf16_pair(e0, e1);
+          }
+#pragma unroll
+          for (int n = 0; n < TILES; n++) o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+          for (int n = 0; n < TILES; n += 2) {
+            u32 b[4];
+            ldmatrix_x4_trans(b, v_sh + (k * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
+            mma_bf16(o[n], p[k], b[0], b[1]);
+            mma_bf16(o[n + 1], p[k], b[2], b[3]);
+          }
+      }
+      __syncthreads();
+    }
+    from = to;
+  }
+  copy_async_wait<0>();
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    if (mine[r] >= used) continue;
+    float* out = a.out + (size_t)(t0 + mine[r]) * a.out_stride + h * DH + 2 * t;
+    const float f = 1.f / sum[r];
+#pragma unroll
+    for (int n = 0; n < TILES; n++) *(float2*)(out + n * 8) = make_float2(o[n][2 * r] * f, o[n][2 * r + 1] * f);
+  }
+}
+
+#define PROMPT(DH)                                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(256) append_d##DH(const __grid_constant__ AppendArgs a) { append_rows<DH>(a); }                      \
+  extern "C" __global__ void __launch_bounds__(128, 2) attention_prefill_d##DH(const __grid_constant__ PrefillArgs a) { attention_prefill<DH>(a); }
+PROMPT(32)
+PROMPT(64)
+PROMPT(96)
+PROMPT(128)

@@ -1,358 +1,663 @@
-// y[t, r] = add[t, r] + scale * (sum_k W[r, k] * n(x)[t, k] + bias[r]),   n = nothing, RMSNorm or LayerNorm; up to three W at once
+// y[t, r] = add[t, r] + scale * (sum_k W[r, k] * n(x)[t, k] + bias[r]), up to three W at once; and the same for the chosen experts
 //
-// W      w4: [R, K/8] u32, low nibble first, code + 8;  w8: [R, K/4] u32, code + 128;  w16: [R, K] bf16; rows 16-byte aligned
+// W      w4: [R, K/8] u32, low nibble first, code + 8;  w8: [R, K/4] u32, code + 128; rows 16-byte aligned
+//        w16: [R, K] bf16
 // scale  [R, K/G] bf16, G in {32, 64, 128} or K (w8 per channel); absent for w16
-// x      [T, K] f32 or bf16, rows 16-byte aligned; gain, shift [K] f32
-// y      [T, R] f32 or bf16 with a row stride; bias [R] f32; add [T, R] f32 with the stride of y; y may be add
-// needs  K % 32 == 0; any R; accumulation f32
+// x      staged: [T, K] f32 rows, n = nothing, RMSNorm or silu(x) * up; else planes (common/planes.cuh) of n(x) (planes_w*, rows.cu)
+// y      [T, R] f32 with a row stride; bias [R] f32; add like y; y may be add
+// needs  K % 32 == 0, any R; T K <= 65535 for experts; sums of a group exact, the rest f32
 //
-// Instances linear_{w4,w4_g64,w4_g32,w8,w8_g64,w8_g32,w8_c,w16}_{s,r,n1,n2,n4}; no suffix: G = 128, c: one scale a row.
-//   s: x f32 or bf16 in natural order, any norm, into shared memory, T <= 8;  r: the same for f32 with RMSNorm alone
-//   n1: x bf16 as it is (for w4 in nibble order), no norm, T <= 8;  n2, n4: the same, 16 or 32 tokens a pass, any T
-// Launch: blocks walk tiles of 16 rows, grid = min(tiles, what fits); the warps of a block split K
-//   step = 128 k for w4, 64 for w8, 32 for w16;  own = steps a warp: 8 for s, r, n1; 4 for n2, n4
-//   threads = 32 * warps, warps = clamp(ceil(K / step / own), 1, 8)
-//   shared n2, n4: 4 * max(8 warps, 32) + 1280 * warps * N + 16 * ((step / 2 | 7) + 5) * 8 N warps
-//   shared s, r, n1: stages * 16 * (ceil128(min(512 warps, row bytes)) + 64) + 4 * max(8 warps, 32) + 1280 * warps
-//                    + 16 * T * (s, r: (ceil(K / (8 step)) * step | 7) + 5; n1: warps * ((step | 7) + 5))
-//   stages = 1 where a block has one tile and one round of k, else 2
+// moe_gate_up: h[p, f] = silu(W_gate[e] x[t])_f (W_up[e] x[t])_f for every pair p = t K + rank, e the expert of p; h f32
+// moe_down_pairs: d[p, :] = W_down[e] h[p], planes of h in, f32 out; moe_combine (rows.cu) sums the ranks in order
 //
-// Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 2 R K 8 N on tensor cores, 13 (w4) or 8 (w8)
-// instructions a word and lane to unpack. Source: mma fragment order, prototypes; activations are permuted, never weights.
-#include "common/stream.cuh"
+// Two ways through the weights. `walk`: a tile is 16 MT rows a warp, WM warps side by side, WK warps share k; codes, scales and
+// planes travel through rings of DA groups in shared memory, each lane copying the codes that it reads itself. `stream_tiles`, for
+// experts of few tokens: whole rows arrive as bulk copies, since moving them through the load units would bind. Blocks walk items,
+// and what is ahead runs on across items.
+//
+// Instances, F = w4, w4_g64, w4_g32, w8, w8_g64, w8_g32, w8_c, w16 (no suffix: G = 128, c: one scale a row), by (MT, WM, WK, DA):
+//   linear_F_s4 (1, 1, 8, 3) staged, T <= 4; _h4 (1, 8, 1, 4) the same for very many rows; _n32 (2, 1, 8, 2), _n64 (2, 4, 1, 3) from
+//   planes; moe_gate_up_F_s4 (2, 1, 8), moe_down_pairs_F_s4 (1, 4, 2) streamed, 4 tokens an expert at a time; both _n64 as above
+// Launch: threads 32 WM WK; grid (tiles, runs of tokens), or (tiles, blocks that walk experts); with N tokens at a time, of which
+//   columns <= N are used (a multiple of 8, staged and streamed T), SUB = 128 / G (1 for c, 0 for w16), block = 256 (w16 512)
+//   walk: shared = WM WK DA (256 MT BITS + 128 SUB) + 4 WK min(16, N) (16 MT WM + 8) where WK > 1
+//     + (staged ? columns groups (block + 4) + 256 : WK DA columns (block + 4)); DA is one less for w16 but in _n32
+//   stream: shared = stages * (16 MT WM (K BITS / 8 + 2 K / G) + 64 + columns (groups block + 4 ceil4(groups))) + 16 WK (16 MT WM + 8)
+// Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 4 R K T on integer tensor cores (6.2 cycles a product
+// and scheduler on sm_90, measured). Source: src/engine/cpu/linear.rs, experts.rs.
+#include "common/planes.cuh"
 #include "common/reduce.cuh"
+#include "common/routing.cuh"
+#include "common/stream.cuh"
 
 struct LinearMatrix {
   const void* packed;
   const bf16* scale;
   const float* bias;  // or null
   const float* add;   // or null
-  void* out;
+  float* out;
   int rows;
   int out_stride;     // elements
-  int out_is_bf16;
   float out_scale;
+  int pad;
 };
 struct LinearArgs {
-  const void* x;
-  const float* gain;   // [K]
-  const float* shift;  // [K], LayerNorm
+  const float* x;      // staged
+  const float* up;     // staged: silu(x) * up, or null
+  const float* gain;   // staged: [K]
+  const char* x_q;     // [T][groups][block], else
+  const float* x_scale;
   LinearMatrix m[3];
   int num_matrices;
-  int T, K, G;
+  int T, K;
   int x_stride;        // elements
-  int x_is_f32;        // `s`
-  int norm;            // `s`: 0 none, 1 RMS, 2 Layer
+  int norm;            // staged: 0 none, 1 RMS
   float eps;
-  int stages;          // s, r, n1: items of weights in shared memory, 1 or 2
+  int columns;         // tokens at a time: staged T, else a multiple of 4
+};
+struct GateUpArgs {
+  float* h;
+  const char* x_q;     // [T]
+  const float* x_scale;
+  const ExpertSlot* slots;
+  const int* num_slots;
+  const int* pairs;    // [T K], by slot
+  int T, D, F, K;      // K: experts a token
+  int columns;
+  int stages;          // _s4, _s8: items ahead, 1..4
+};
+struct DownPairsArgs {
+  float* out;          // [T K, D]
+  const char* h_q;     // [T K]
+  const float* h_scale;
+  const ExpertSlot* slots;
+  const int* num_slots;
+  const int* pairs;
+  int T, D, F, K;
+  int columns;
+  int stages;
 };
 
-static const int STEPS = 4;         // 16-byte loads of a row that a lane keeps in flight
-static const int STREAM_STEPS = 8;  // steps of a warp in an item of linear_stream
+// What a warp reads of one item: the rows g, g + 8 of MT sixteen-row tiles.
+template <int MT>
+struct RowSource {
+  const char* code[2 * MT];
+  const bf16* scale;  // of the row that this lane copies: row t of the four or two
+};
 
-// x of all tokens as bf16 chunks in the order of the products; with RMSNorm the factor 1 / rms is left to the epilogue.
-// RMS: x f32 with RMSNorm, nothing else.
-template <int BITS, bool RMS>
-DEV void linear_stage(uint4* x_sh, float* square_sh, const LinearArgs& a) {
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31;
-  const int chunks = div_up(a.K, Codes<BITS>::STEP_K * STREAM_STEPS) * STREAM_STEPS * 4 * Codes<BITS>::CHUNKS, stride = chunk_stride(chunks);
-  const bool is_f32 = RMS || a.x_is_f32;
-  const int norm = RMS ? 1 : a.norm;
-#pragma unroll 1
-  for (int n = 0; n < a.T; n++) {
-    float mean = 0.f, inv = 1.f, square = 0.f;
-    const float* xf = (const float*)a.x + (size_t)n * a.x_stride;
-    const bf16* xb = (const bf16*)a.x + (size_t)n * a.x_stride;
-    if (norm == 2) {
-      float sum = 0.f, var = 0.f;
-#pragma unroll 1
-      for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += is_f32 ? xf[k] : to_f32(xb[k]);
-      mean = block_sum(sum, square_sh) / a.K;
-#pragma unroll 1
-      for (int k = threadIdx.x; k < a.K; k += blockDim.x) {
-        const float d = (is_f32 ? xf[k] : to_f32(xb[k])) - mean;
-        var += d * d;
-      }
-      inv = rsqrtf(block_sum(var, square_sh) / a.K + a.eps);
-    }
-#pragma unroll 1
-    for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      if (c * 8 < a.K) {
-        if (norm == 0 && !is_f32) {
-          v = load_v4(xb + c * 8);
-        } else {
-          float f[8], gain[8];
-          if (norm) *(float4*)gain = *(const float4*)(a.gain + c * 8), *(float4*)(gain + 4) = *(const float4*)(a.gain + c * 8 + 4);
-          if (is_f32) {
-            *(float4*)f = *(const float4*)(xf + c * 8), *(float4*)(f + 4) = *(const float4*)(xf + c * 8 + 4);
-          } else {
-            const uint4 p = load_v4(xb + c * 8);
-#pragma unroll
-            for (int i = 0; i < 4; i++) f[2 * i] = bf16_lo(word_at(p, i)), f[2 * i + 1] = bf16_hi(word_at(p, i));
-          }
-#pragma unroll
-          for (int i = 0; i < 8; i++) {
-            if (norm == 1) square += f[i] * f[i], f[i] *= gain[i];
-            if (norm == 2) f[i] = (f[i] - mean) * inv * gain[i] + a.shift[c * 8 + i];
-          }
-          v = make_uint4(bf16_pair(f[0], f[1]), bf16_pair(f[2], f[3]), bf16_pair(f[4], f[5]), bf16_pair(f[6], f[7]));
-        }
-        if (BITS == 4) v = nibble_chunk(v);
-      }
-      x_sh[n * stride + chunk_place<BITS>(c)] = v;
-    }
-    if (norm == 1) {
-      square = warp_sum(square);
-      if (lane == 0) square_sh[n * warps + warp] = square;
-    }
-    if (norm == 2) __syncthreads();
-  }
-  __syncthreads();
+// A whole tile of rows.
+struct StreamTile {
+  const void* codes[2];  // first row of the tile, of gate and up where there are two matrices
+  const bf16* scales[2];
+  int rows;              // of each that exist
+};
+
+// rows first.., clamped to the last
+template <int BITS, int MT>
+DEV void set_rows(RowSource<MT>& s, int which, const void* packed, const bf16* scale, int row, int rows, int row_bytes, int groups) {
+  const int t = threadIdx.x & 3;
+  const u32 r = min_int(row + ((threadIdx.x & 31) >> 2), rows - 1);
+  s.code[which] = (const char*)packed + (u64)r * row_bytes + t * 16;
+  if (t == which) s.scale = scale + (u64)r * groups;
 }
 
-static const int STAGE_NONE = 0, STAGE_ANY = 1, STAGE_RMS = 2;
-
-// Items are (tile, pass of 8 NT tokens, round of k), innermost last; the weights of the next item are requested before the
-// sums of the last one are finished, so that there is always something in flight.
-template <int BITS, int G, int NT, int STAGE>
-DEV void linear_tiles(const LinearArgs& a) {
-  extern __shared__ float linear_sh[];
-  typedef Codes<BITS> C;
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2;
-  const int part = warps * 8 * NT * PARTIAL_STRIDE, own_chunks = STEPS * 4 * C::CHUNKS;
-  float* square_sh = linear_sh;                            // [8][warps], at least 32
-  float* partial_sh = square_sh + max_int(8 * warps, 32);  // [2][warps][8 NT][20]
-  uint4* x_sh = (uint4*)(partial_sh + 2 * part);
-  const int steps = div_up(a.K, C::STEP_K), rounds = div_up(steps, STEPS * warps), passes = div_up(a.T, 8 * NT);
-  const int x_stride = chunk_stride(STAGE ? div_up(steps, STEPS) * own_chunks : own_chunks);
-  if (!STAGE) x_sh += warp * 8 * NT * x_stride;
-  const int tiles0 = (a.m[0].rows + 15) / 16, tiles1 = a.num_matrices > 1 ? (a.m[1].rows + 15) / 16 : 0, tiles2 = a.num_matrices > 2 ? (a.m[2].rows + 15) / 16 : 0;
-  const int total = tiles0 + tiles1 + tiles2;
-
-  RowTile<BITS, G, STEPS> w;
-  float acc[NT][4];
-  int tile = blockIdx.x, pass = 0, round = 0, in_sh = -1, parity = 0;
-  int last_matrix = 0, last_row = 0, last_token = 0;  // of the sums in partial_sh
-  bool summed = false, first = true;
-  while (true) {
-    int matrix = 0, row = tile;
-    if (row >= tiles0) row -= tiles0, matrix = 1;
-    if (matrix == 1 && row >= tiles1) row -= tiles1, matrix = 2;
-    row *= 16;
-    const bool more = tile < total;
-    const int step = (round * warps + warp) * STEPS;
-    if (more && (rounds > 1 || pass == 0)) load_tile<BITS, G, STEPS>(w, a.m[matrix].packed, a.m[matrix].scale, row, a.m[matrix].rows, a.K, step);
-    if (first) {
-      first = false;
-      if (STAGE && (STAGE == STAGE_RMS || a.norm) && (int)threadIdx.x * 32 < a.K) prefetch_l2(a.gain + threadIdx.x * 32);
-      dependency_wait();
-      dependents_launch();
-      if (STAGE) linear_stage<BITS, STAGE == STAGE_RMS>(x_sh, square_sh, a);
-    }
-    if (summed) {
-      const LinearMatrix& m = a.m[last_matrix];
-      const float* from = partial_sh + (parity ^ 1) * part;
-      // two threads an output, each half of the warps
-      for (int i = threadIdx.x; i < 32 * min_int(a.T - last_token, 8 * NT); i += blockDim.x) {
-        const int r = (i >> 1) & 15, n = i >> 5, out_row = last_row + r;
-        float sum = 0.f, square = 0.f;
-#pragma unroll 4
-        for (int k = i & 1; k < warps; k += 2) {
-          sum += from[(k * 8 * NT + n) * PARTIAL_STRIDE + r];
-          if (STAGE == STAGE_RMS || STAGE == STAGE_ANY) square += square_sh[n * warps + k];
-        }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        if (STAGE == STAGE_RMS || (STAGE == STAGE_ANY && a.norm == 1)) {
-          square += __shfl_xor_sync(0xffffffffu, square, 1);
-          sum *= rsqrtf(square * (1.f / a.K) + a.eps);
-        }
-        if ((i & 1) || out_row >= m.rows) continue;
-        if (m.bias) sum += m.bias[out_row];
-        sum *= m.out_scale;
-        const size_t at = (size_t)(last_token + n) * m.out_stride + out_row;
-        if (m.add) sum += m.add[at];
-        if (m.out_is_bf16)
-          ((bf16*)m.out)[at] = to_bf16(sum);
-        else
-          ((float*)m.out)[at] = sum;
-      }
-      summed = false;
-    }
-    if (!more) break;
-
-    const int t0 = pass * 8 * NT;
-    if (!STAGE && in_sh != pass * rounds + round) {
-      __syncwarp();
-#pragma unroll 1
-      for (int n = 0; n < min_int(8 * NT, a.T - t0); n++)
-        copy_row<BITS>(x_sh + n * x_stride, (const bf16*)a.x + (size_t)(t0 + n) * a.x_stride, step * C::STEP_K, a.K, own_chunks);
-      copy_async_commit();
-      in_sh = pass * rounds + round;
-      copy_async_wait<0>();
-      __syncwarp();
-    }
-    int column[NT];
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      column[n] = min_int(n * 8 + g, a.T - t0 - 1);
-      if (round == 0) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.f;
-    }
-    if (step < steps)
-#pragma unroll
-      for (int c = 0; c < STEPS; c++) {
-        uint4 x[NT][C::CHUNKS];
-        read_chunks<BITS, NT>(x, STAGE ? x_sh + step * 4 * C::CHUNKS : x_sh, x_stride, column, c);
-        step_products<BITS, Groups<BITS, G>::SUB, NT>(acc, w.lo[c], w.hi[c], w.s[c], x);
-      }
-    if (++round == rounds) {
-      round = 0;
-      store_partial<NT>(partial_sh + parity * part + warp * 8 * NT * PARTIAL_STRIDE, acc);
-      parity ^= 1, summed = true, last_matrix = matrix, last_row = row, last_token = t0;
-      if (++pass == passes) pass = 0, tile += gridDim.x;
-      __syncthreads();
-    }
+// ------------------------------------------------------------------------------------------------------------------- jobs
+// A job names items, where their weights and activations are, and where sums go. One direction of the grid walks the items (tiles
+// of rows, or experts), the other is fixed (a run of tokens, or a tile of rows), so that no index is divided.
+template <int BITS, int G, int MT, int WM>
+struct DenseJob {
+  static const bool GATED = false;
+  static const int ROWS = 16 * MT * WM;
+  const LinearArgs& a;
+  int tiles0, tiles1, tiles2, first_token;
+  DEV DenseJob(const LinearArgs& args) : a(args) {
+    tiles0 = div_up(a.m[0].rows, ROWS), tiles1 = a.num_matrices > 1 ? div_up(a.m[1].rows, ROWS) : 0, tiles2 = a.num_matrices > 2 ? div_up(a.m[2].rows, ROWS) : 0;
+    first_token = blockIdx.y * a.columns;
   }
-}
-
-// Up to eight tokens. An item is (tile, round of k): its rows travel to shared memory `stages` items ahead, the first ones before
-// the previous kernel has ended.
-template <int BITS, int G, int STAGE>
-DEV void linear_stream(const LinearArgs& a) {
-  extern __shared__ float linear_sh[];
-  __shared__ u64 barrier_sh[2];
-  typedef Codes<BITS> C;
-  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, g = (threadIdx.x & 31) >> 2;
-  const int part = warps * 8 * PARTIAL_STRIDE, own_chunks = STREAM_STEPS * 4 * C::CHUNKS;
-  const int steps = div_up(a.K, C::STEP_K), rounds = div_up(steps, STREAM_STEPS * warps), row_bytes = a.K * BITS / 8;
-  const int slice = STREAM_STEPS * warps * 64, stride = stream_stride(min_int(slice, row_bytes), row_bytes);
-  const int x_stride = chunk_stride(STAGE ? div_up(steps, STREAM_STEPS) * own_chunks : own_chunks);
-  char* tile_sh = (char*)linear_sh;                                          // [stages][16][stride]
-  float* square_sh = (float*)(tile_sh + a.stages * 16 * stride);             // [8][warps], at least 32
-  float* partial_sh = square_sh + max_int(8 * warps, 32);                    // [2][warps][8][20]
-  uint4* x_sh = (uint4*)(partial_sh + 2 * part);
-  if (!STAGE) x_sh += warp * a.T * x_stride;
-  const int tiles0 = (a.m[0].rows + 15) / 16, tiles1 = a.num_matrices > 1 ? (a.m[1].rows + 15) / 16 : 0, tiles2 = a.num_matrices > 2 ? (a.m[2].rows + 15) / 16 : 0;
-  const int total = tiles0 + tiles1 + tiles2;
-  auto place = [&](int tile, int& row) {
+  DEV int begin() const { return blockIdx.x; }
+  DEV int step() const { return gridDim.x; }
+  DEV int items() const { return tiles0 + tiles1 + tiles2; }
+  DEV int inner() const { return a.K; }
+  DEV int columns() const { return a.columns; }
+  DEV int place(int tile, int& row) const {
     int matrix = 0;
-    row = tile;
-    if (row >= tiles0) row -= tiles0, matrix = 1;
-    if (matrix == 1 && row >= tiles1) row -= tiles1, matrix = 2;
-    row *= 16;
+    if (tile >= tiles0) tile -= tiles0, matrix = 1;
+    if (matrix == 1 && tile >= tiles1) tile -= tiles1, matrix = 2;
+    row = tile * ROWS;
     return matrix;
-  };
-  int fetch_tile = blockIdx.x, fetch_round = 0, fetch_stage = 0;
-  auto fetch = [&]() {  // the next item, one warp
-    if (fetch_tile >= total) return;
-    int row;
-    const int matrix = place(fetch_tile, row), at = fetch_round * slice, bytes = min_int(slice, row_bytes - at);
-    u64* bar = barrier_sh + fetch_stage;
-    stream_expect(bar, stream_bytes(row_bytes, a.m[matrix].rows - row, bytes));
-    stream_rows(bar, tile_sh + fetch_stage * 16 * stride, stride, (const char*)a.m[matrix].packed + (u64)row * row_bytes + at, row_bytes, a.m[matrix].rows - row, bytes);
-    stream_arrive(bar);
-    if (++fetch_round == rounds) fetch_round = 0, fetch_tile += gridDim.x;
-    if (++fetch_stage == a.stages) fetch_stage = 0;
-  };
-  if (warp == 0) {
-    if (threadIdx.x < 2) stream_init(barrier_sh + threadIdx.x), stream_init_done();
-    __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < a.stages; i++) fetch();
   }
-  if (STAGE && (STAGE == STAGE_RMS || a.norm) && (int)threadIdx.x * 32 < a.K) prefetch_l2(a.gain + threadIdx.x * 32);
-  __syncthreads();
-
-  TileScales<BITS, G, STREAM_STEPS> scales;
-  float acc[1][4];
-  const int column = min_int(g, a.T - 1);
-  int tile = blockIdx.x, round = 0, stage = 0, phase = 0, parity = 0, in_sh = -1, last_row = 0, last_matrix = -1;
-  bool first = true;
-#pragma unroll 1
-  while (true) {
+  DEV void rows(RowSource<MT>& s, int item, int wm, int row_bytes, int groups) const {
     int row;
-    const int matrix = place(tile, row), step = (round * warps + warp) * STREAM_STEPS;
-    const bool more = tile < total;
-    if (more) load_scales<BITS, G, STREAM_STEPS>(scales, a.m[matrix].scale, row, a.m[matrix].rows, a.K, step);
-    if (first) {
-      first = false;
-      dependency_wait();
-      dependents_launch();
-      if (STAGE) linear_stage<BITS, STAGE == STAGE_RMS>(x_sh, square_sh, a);
-    } else if (round == 0) {
-      const LinearMatrix& m = a.m[last_matrix];
-      const float* from = partial_sh + (parity ^ 1) * part;
-      for (int i = threadIdx.x; i < 32 * a.T; i += blockDim.x) {  // two threads an output, each half of the warps
-        const int r = (i >> 1) & 15, n = i >> 5, out_row = last_row + r;
-        float sum = 0.f, square = 0.f;
-#pragma unroll 4
-        for (int k = i & 1; k < warps; k += 2) {
-          sum += from[(k * 8 + n) * PARTIAL_STRIDE + r];
-          if (STAGE) square += square_sh[n * warps + k];
+    const LinearMatrix& m = a.m[place(item, row)];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) set_rows<BITS>(s, i, m.packed, m.scale, row + wm * 16 * MT + i * 8, m.rows, row_bytes, groups);
+  }
+  DEV int count(int) const { return min_int(a.columns, a.T - first_token); }
+  DEV int source(int, int n) const { return first_token + n; }
+  DEV const char* planes() const { return a.x_q; }
+  DEV const float* plane_scales() const { return a.x_scale; }
+  DEV void put(int item, int r, int n, float y) const {
+    int row;
+    const LinearMatrix& m = a.m[place(item, row)];
+    row += r;
+    if (row >= m.rows) return;
+    if (m.bias) y += m.bias[row];
+    y *= m.out_scale;
+    const size_t at = (size_t)(first_token + n) * m.out_stride + row;
+    if (m.add) y += m.add[at];
+    m.out[at] = y;
+  }
+  DEV void put_gated(int, int, int, float, float) const {}
+};
+template <int BITS, int G, int MT, int WM>
+struct GateUpJob {
+  static const bool GATED = true;
+  const GateUpArgs& a;
+  int first;
+  DEV GateUpJob(const GateUpArgs& args) : a(args) { first = blockIdx.x * 8 * MT * WM; }
+  DEV int begin() const { return blockIdx.y; }
+  DEV int step() const { return gridDim.y; }
+  DEV int items() const { return *a.num_slots; }
+  DEV int inner() const { return a.D; }
+  DEV int columns() const { return a.columns; }
+  DEV void rows(RowSource<MT>& s, int item, int wm, int row_bytes, int groups) const {
+    const ExpertSlot& slot = a.slots[item];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) set_rows<BITS>(s, i, i % 2 ? slot.up_packed : slot.gate_packed, i % 2 ? slot.up_scale : slot.gate_scale, first + wm * 8 * MT + i / 2 * 8, a.F, row_bytes, groups);
+  }
+  DEV StreamTile tile(int item) const {
+    const ExpertSlot& slot = a.slots[item];
+    const u64 row_bytes = (u64)a.D * BITS / 8, scales = (G == 0 ? 1 : a.D / (G ? G : 1));
+    return {{(const char*)slot.gate_packed + first * row_bytes, (const char*)slot.up_packed + first * row_bytes}, {slot.gate_scale + first * scales, slot.up_scale + first * scales}, min_int(8 * MT * WM, a.F - first)};
+  }
+  DEV int count(int item) const { return a.slots[item].count; }
+  DEV int source(int item, int n) const {
+    const ExpertSlot& slot = a.slots[item];
+    return n < 8 ? slot.token[n] : (u32)a.pairs[slot.first + n] / (u32)a.K;
+  }
+  DEV const char* planes() const { return a.x_q; }
+  DEV const float* plane_scales() const { return a.x_scale; }
+  DEV void put(int, int, int, float) const {}
+  DEV void put_gated(int item, int f, int n, float gate, float up) const {
+    f += first;
+    if (f < a.F) a.h[(size_t)slot_pair(a.slots[item], a.pairs, n) * a.F + f] = silu(gate) * up;
+  }
+};
+template <int BITS, int G, int MT, int WM>
+struct DownJob {
+  static const bool GATED = false;
+  const DownPairsArgs& a;
+  int first;
+  DEV DownJob(const DownPairsArgs& args) : a(args) { first = blockIdx.x * 16 * MT * WM; }
+  DEV int begin() const { return blockIdx.y; }
+  DEV int step() const { return gridDim.y; }
+  DEV int items() const { return *a.num_slots; }
+  DEV int inner() const { return a.F; }
+  DEV int columns() const { return a.columns; }
+  DEV void rows(RowSource<MT>& s, int item, int wm, int row_bytes, int groups) const {
+    const ExpertSlot& slot = a.slots[item];
+#pragma unroll
+    for (int i = 0; i < 2 * MT; i++) set_rows<BITS>(s, i, slot.down_packed, slot.down_scale, first + wm * 16 * MT + i * 8, a.D, row_bytes, groups);
+  }
+  DEV StreamTile tile(int item) const {
+    const ExpertSlot& slot = a.slots[item];
+    return {{(const char*)slot.down_packed + first * ((u64)a.F * BITS / 8), 0}, {slot.down_scale + first * (u64)(G == 0 ? 1 : a.F / (G ? G : 1)), 0}, min_int(16 * MT * WM, a.D - first)};
+  }
+  DEV int count(int item) const { return a.slots[item].count; }
+  DEV int source(int item, int n) const { return slot_pair(a.slots[item], a.pairs, n); }
+  DEV const char* planes() const { return a.h_q; }
+  DEV const float* plane_scales() const { return a.h_scale; }
+  DEV void put(int item, int r, int n, float y) const {
+    r += first;
+    if (r < a.D) a.out[(size_t)source(item, n) * a.D + r] = y;
+  }
+  DEV void put_gated(int, int, int, float, float) const {}
+};
+
+// ------------------------------------------------------------------------------------------------------------------ staging
+// Planes of all rows of x into shared memory, [T][groups]; the factor 1 / rms joins the scales. Up to four rows are loaded before
+// the first is used.
+template <int BITS>
+DEV void stage_rows(char* q_sh, float* scale_sh, float* square_sh, const LinearArgs& a, int groups) {
+  const int AHEAD = 4, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, chunks = groups * 16;
+#pragma unroll 1
+  for (int n0 = 0; n0 < a.T; n0 += AHEAD) {
+    float square[AHEAD] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+    for (int base = 0; base < chunks; base += blockDim.x) {
+      const int c = base + threadIdx.x, k = c * 8;
+      float f[AHEAD][8], gain[8];
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        const float* x = a.x + (size_t)min_int(n0 + j, a.T - 1) * a.x_stride + k;
+#pragma unroll
+        for (int i = 0; i < 8; i++) f[j][i] = 0.f;
+        if (k < a.K && n0 + j < a.T) *(float4*)f[j] = *(const float4*)x, *(float4*)(f[j] + 4) = *(const float4*)(x + 4);
+      }
+      if (k < a.K && a.norm) *(float4*)gain = *(const float4*)(a.gain + k), *(float4*)(gain + 4) = *(const float4*)(a.gain + k + 4);
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        if (n0 + j >= a.T) break;
+        if (k < a.K && a.norm) {
+#pragma unroll
+          for (int i = 0; i < 8; i++) square[j] += f[j][i] * f[j][i], f[j][i] *= gain[i];
+        } else if (k < a.K && a.up) {
+          const float* at = a.up + (size_t)(n0 + j) * a.x_stride + k;
+          float up[8];
+          *(float4*)up = *(const float4*)at, *(float4*)(up + 4) = *(const float4*)(at + 4);
+#pragma unroll
+          for (int i = 0; i < 8; i++) f[j][i] = silu(f[j][i]) * up[i];
         }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        if (STAGE == STAGE_RMS || (STAGE && a.norm == 1)) {
-          square += __shfl_xor_sync(0xffffffffu, square, 1);
-          sum *= rsqrtf(square * (1.f / a.K) + a.eps);
-        }
-        if ((i & 1) || out_row >= m.rows) continue;
-        if (m.bias) sum += m.bias[out_row];
-        sum *= m.out_scale;
-        const size_t at = (size_t)n * m.out_stride + out_row;
-        if (m.add) sum += m.add[at];
-        if (m.out_is_bf16)
-          ((bf16*)m.out)[at] = to_bf16(sum);
-        else
-          ((float*)m.out)[at] = sum;
+        const int group = (n0 + j) * groups + (c >> 4);
+        make_block<BITS>(q_sh + group * Block<BITS>::BYTES, scale_sh + group, c, f[j], c < chunks);
       }
     }
-    if (!more) break;
-    if (!STAGE && in_sh != round) {
-      __syncwarp();
-#pragma unroll 1
-      for (int n = 0; n < a.T; n++) copy_row<BITS>(x_sh + n * x_stride, (const bf16*)a.x + (size_t)n * a.x_stride, step * C::STEP_K, a.K, own_chunks);
-      copy_async_commit();
-      in_sh = round;
-      copy_async_wait<0>();
-      __syncwarp();
-    }
-    if (round == 0) acc[0][0] = acc[0][1] = acc[0][2] = acc[0][3] = 0.f;
-    stream_wait(barrier_sh + stage, phase);
-    const char* codes_sh = tile_sh + stage * 16 * stride;
+    if (!a.norm) continue;
 #pragma unroll
-    for (int c = 0; c < STREAM_STEPS; c++) {
-      if (step + c >= steps) break;
-      uint4 x[1][C::CHUNKS], lo, hi;
-      read_codes(lo, hi, codes_sh, stride, warp * STREAM_STEPS + c);
-      read_chunks<BITS, 1>(x, STAGE ? x_sh + step * 4 * C::CHUNKS : x_sh, x_stride, &column, c);
-      step_products<BITS, Groups<BITS, G>::SUB, 1>(acc, lo, hi, scales.s[c], x);
+    for (int j = 0; j < AHEAD; j++) {
+      if (n0 + j >= a.T) break;
+      square[j] = warp_sum(square[j]);
+      if (lane == 0) square_sh[(n0 + j) * warps + warp] = square[j];
     }
-    if (++round == rounds) {
-      store_partial<1>(partial_sh + parity * part + warp * 8 * PARTIAL_STRIDE, acc);
-      round = 0, parity ^= 1, last_row = row, last_matrix = matrix, tile += gridDim.x;
+  }
+  __syncthreads();
+  if (a.norm) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < a.T * groups; i += blockDim.x) {
+      float square = 0.f;
+      for (int w = 0; w < warps; w++) square += square_sh[i / groups * warps + w];
+      scale_sh[i] = (BITS == 16 ? 1.f : scale_sh[i]) * rsqrtf(square / a.K + a.eps);
     }
-    if (++stage == a.stages) stage = 0, phase ^= 1;
     __syncthreads();
-    if (warp == 0) fetch();
   }
 }
 
-#define LINEAR_STREAM(NAME, BITS, G, STAGE) \
-  extern "C" __global__ void __launch_bounds__(STAGE == STAGE_ANY || (G == 64 && BITS == 4) || G == 32 ? 256 : 768, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_stream<BITS, G, STAGE>(a); }
-#define LINEAR_WIDE(NAME, BITS, G, NT) \
-  extern "C" __global__ void __launch_bounds__(256, 1) linear_##NAME(const __grid_constant__ LinearArgs a) { linear_tiles<BITS, G, NT, STAGE_NONE>(a); }
-#define LINEAR(NAME, BITS, G)                    \
-  LINEAR_STREAM(NAME##_s, BITS, G, STAGE_ANY)   \
-  LINEAR_STREAM(NAME##_r, BITS, G, STAGE_RMS)   \
-  LINEAR_STREAM(NAME##_n1, BITS, G, STAGE_NONE) \
-  LINEAR_WIDE(NAME##_n2, BITS, G, 2)            \
-  LINEAR_WIDE(NAME##_n4, BITS, G, (BITS == 4 && G == 32 ? 2 : 4))
+// -------------------------------------------------------------------------------------------------------------------- walk
+DEV void copy_async_4(void* dst_sh, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst_sh)), "l"(src) : "memory"); }
 
-LINEAR(w4, 4, 128)
-LINEAR(w4_g64, 4, 64)
-LINEAR(w4_g32, 4, 32)  // n4 is n2 here: registers
-LINEAR(w8, 8, 128)
-LINEAR(w8_g64, 8, 64)
-LINEAR(w8_g32, 8, 32)
-LINEAR(w8_c, 8, 0)  // one scale a row
-LINEAR(w16, 16, 0)
+template <int BITS, int G, int MT, int NT, int WM, int WK, int DA, bool STAGED, class Job, class Args>
+DEV void walk(const Args& args, const LinearArgs* staged) {
+  typedef Form<BITS, G> F;
+  const int SUB = F::SUB, N = 4 * NT, CODE_BYTES = 256 * MT * BITS, STAGE_BYTES = CODE_BYTES + 128 * SUB, ROWS = 16 * MT * WM, BLOCK = Block<BITS>::BYTES;
+  const int RED_NT = NT < 4 ? NT : 4, RED_STRIDE = ROWS + 8, PER = BLOCK / 16, TWO = NT > 1 ? 2 : 1, COPIES = STAGED ? 1 : (N * PER + WM * 32 - 1) / (WM * 32);
+  extern __shared__ uint4 linear_sh[];
+  const Job job(args);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, wm = warp % WM, kg = warp / WM, tid = wm * 32 + lane;
+  const int K = job.inner(), groups = groups_of(K), row_bytes = K * BITS / 8, scales = BITS == 16 ? 0 : G == 0 ? 1 : K / (G ? G : 1), cols = job.columns();
+  const int k_begin = groups * kg / WK, k_end = groups * (kg + 1) / WK;
+  char* ring_sh = (char*)linear_sh + warp * DA * STAGE_BYTES;
+  char* after = (char*)linear_sh + WM * WK * DA * STAGE_BYTES;
+  const int plane_stage = cols * (BLOCK + 4), plane_part = STAGED ? 0 : DA * plane_stage;
+  char* planes_sh = after + kg * plane_part;
+  after += STAGED ? cols * groups * (BLOCK + 4) : WK * plane_part;
+  float* staged_scale_sh = (float*)(planes_sh + cols * groups * BLOCK);
+  float* red_sh = (float*)after;
+
+  // the ring's front: what is copied next
+  int f_item = job.begin(), f_n0 = 0, f_k = k_begin, f_stage = 0, f_count = 0;
+  RowSource<MT> from;
+  const char* plane_from[COPIES];
+  const float* scale_from = 0;
+  int items = 0;
+  auto aim_rows = [&]() { job.rows(from, f_item, wm, row_bytes, scales); };
+  auto aim_tokens = [&]() {
+    if (STAGED) return;
+    f_count = job.count(f_item);
+#pragma unroll
+    for (int j = 0; j < COPIES; j++) {
+      const int c = tid + j * WM * 32, n = min_int(f_n0 + c / PER, f_count - 1);
+      if (c / PER < cols) plane_from[j] = job.planes() + (u64)job.source(f_item, n) * groups * BLOCK + c % PER * 16;
+    }
+    if (tid < cols) scale_from = job.plane_scales() + (u64)job.source(f_item, min_int(f_n0 + tid, f_count - 1)) * scale_row(groups);
+  };
+  auto copy_codes = [&]() {
+    char* to = ring_sh + f_stage * STAGE_BYTES;
+#pragma unroll
+    for (int i = 0; i < F::PIECES; i++) {
+      const int at = min_int(f_k * F::ROW_BYTES + i * 64, row_bytes - 16 - t * 16);
+#pragma unroll
+      for (int r = 0; r < 2 * MT; r++) copy_async_16(to + (r * F::PIECES + i) * 512 + lane * 16, from.code[r] + at);
+    }
+#pragma unroll
+    for (int q = 0; q < SUB; q++) {
+      const bf16* s = from.scale + (G == 0 ? 0 : min_int(f_k * SUB + q, scales - 1));
+      if (t < 2 * MT) copy_async_4(to + CODE_BYTES + q * 128 + lane * 4, (const void*)((u64)s & ~3ull));
+    }
+  };
+  auto copy_planes = [&]() {
+    if (STAGED) return;
+    char* to = planes_sh + f_stage * plane_stage;
+#pragma unroll
+    for (int j = 0; j < COPIES; j++) {
+      const int c = tid + j * WM * 32;
+      if (c / PER < min_int(cols, (f_count - f_n0 + 3) & ~3)) copy_async_16(to + c * 16, plane_from[j] + f_k * BLOCK);
+    }
+    if (tid < cols) copy_async_4(to + cols * BLOCK + tid * 4, scale_from + f_k);
+  };
+  auto advance = [&]() {
+    if (++f_stage == DA) f_stage = 0;
+    if (++f_k < k_end) return;
+    f_k = k_begin;
+    if (!STAGED && f_n0 + cols < f_count) {
+      f_n0 += cols;
+      aim_tokens();
+      return;
+    }
+    f_n0 = 0, f_item += job.step();
+    if (f_item < items) aim_rows(), aim_tokens();
+  };
+
+  const bool empty = k_begin == k_end;
+  if (STAGED) {  // weights do not depend on the previous kernel
+    items = job.items();
+    if (f_item < items && !empty) aim_rows();
+#pragma unroll 1
+    for (int i = 0; i < DA - 1; i++) {
+      if (f_item < items && !empty) copy_codes(), advance();
+      copy_async_commit();
+    }
+    if (staged->norm && (int)threadIdx.x * 32 < K) prefetch_l2(staged->gain + threadIdx.x * 32);
+    dependency_wait();
+    dependents_launch();
+    stage_rows<BITS>(planes_sh, staged_scale_sh, (float*)(red_sh + (WK > 1 ? WK * 4 * RED_NT * RED_STRIDE : 0)), *staged, groups);
+  } else {
+    dependency_wait();
+    dependents_launch();
+    items = job.items();
+    if (f_item < items && !empty) aim_rows(), aim_tokens();
+#pragma unroll 1
+    for (int i = 0; i < DA - 1; i++) {
+      if (f_item < items && !empty) copy_codes(), copy_planes(), advance();
+      copy_async_commit();
+    }
+  }
+
+  int stage = 0;
+#pragma unroll 1
+  for (int item = job.begin(); item < items; item += job.step()) {
+    const int count = job.count(item);
+#pragma unroll 1
+    for (int n0 = 0; n0 < count; n0 += cols) {
+      const int used = min_int(cols, count - n0);
+      float acc[MT][NT][2];
+#pragma unroll
+      for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < NT; n++) acc[i][n][0] = acc[i][n][1] = 0.f;
+#pragma unroll 1
+      for (int k = k_begin; k < k_end; k++) {
+        copy_async_wait<DA - 2>();
+        if (STAGED || WM == 1)
+          __syncwarp();
+        else
+          asm volatile("bar.sync %0, %1;" ::"r"(kg + 1), "n"(WM * 32) : "memory");
+        if (f_item < items) copy_codes(), copy_planes(), advance();
+        copy_async_commit();
+        const char* codes_sh = ring_sh + stage * STAGE_BYTES;
+        u32 a[MT][F::MMAS][4];
+        RowScales<SUB> s[MT];
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+          uint4 lo[F::PIECES], hi[F::PIECES];
+#pragma unroll
+          for (int p = 0; p < F::PIECES; p++)
+            lo[p] = *(const uint4*)(codes_sh + (2 * i * F::PIECES + p) * 512 + lane * 16), hi[p] = *(const uint4*)(codes_sh + ((2 * i + 1) * F::PIECES + p) * 512 + lane * 16);
+          unpack<BITS>(a[i], lo, hi);
+        }
+#pragma unroll
+        for (int q = 0; q < SUB; q++) {
+          const uint4 v = *(const uint4*)(codes_sh + CODE_BYTES + q * 128 + g * 16);
+          const int index = G == 0 ? 0 : min_int(k * SUB + q, scales - 1), shift = ((g & scales) ^ index) & 1 ? 0 : 16;
+          const float unit = BITS == 4 ? 0.0625f : 1.f;
+          s[0].lo[q] = unit * __uint_as_float(v.x << shift & 0xffff0000u), s[0].hi[q] = unit * __uint_as_float(v.y << shift & 0xffff0000u);
+          if (MT == 2) s[MT - 1].lo[q] = unit * __uint_as_float(v.z << shift & 0xffff0000u), s[MT - 1].hi[q] = unit * __uint_as_float(v.w << shift & 0xffff0000u);
+        }
+        const char* x_sh = STAGED ? planes_sh + k * BLOCK : planes_sh + stage * plane_stage;
+        const float* sx_sh = STAGED ? staged_scale_sh + k : (const float*)(x_sh + cols * BLOCK);
+        const int token_bytes = groups * BLOCK;
+#pragma unroll
+        for (int first = 0; first < NT; first += TWO) {
+          if (NT > 1 && 4 * first >= used) break;
+          uint4 x[TWO][PER / 8];
+          float sx[TWO], *sums[TWO];
+#pragma unroll
+          for (int n = 0; n < TWO; n++) {
+            const int token = 4 * (first + n) + (g >> 1), mine = 4 * (first + n) + t;
+            const char* b = x_sh + (STAGED ? min_int(token, used - 1) * token_bytes : token * BLOCK) + (g & 1) * 64 + t * 16;
+#pragma unroll
+            for (int i = 0; i < PER / 8; i++) x[n][i] = *(const uint4*)(b + i * 128);
+            sx[n] = BITS == 16 && !(STAGED && staged->norm) ? 1.f : sx_sh[STAGED ? min_int(mine, used - 1) * groups : mine];
+            sums[n] = acc[0][first + n];
+          }
+          group_products<BITS, SUB, MT, TWO>(sums, 2 * NT, a, s, x, sx);
+        }
+        if (++stage == DA) stage = 0;
+      }
+      if (WK == 1) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          if (4 * n + t >= used) break;
+#pragma unroll
+          for (int i = 0; i < MT; i++) {
+            if (Job::GATED) {
+              job.put_gated(item, wm * 8 * MT + i * 8 + g, n0 + 4 * n + t, acc[i][n][0], acc[i][n][1]);
+            } else {
+              job.put(item, wm * 16 * MT + i * 16 + g, n0 + 4 * n + t, acc[i][n][0]);
+              job.put(item, wm * 16 * MT + i * 16 + 8 + g, n0 + 4 * n + t, acc[i][n][1]);
+            }
+          }
+        }
+        continue;
+      }
+#pragma unroll
+      for (int first = 0; first < NT; first += RED_NT) {
+        if (4 * first >= used) break;
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < RED_NT; n++)
+#pragma unroll
+          for (int i = 0; i < MT; i++) {
+            float* to = red_sh + (kg * 4 * RED_NT + 4 * n + t) * RED_STRIDE + wm * 16 * MT + i * 16 + g;
+            to[0] = acc[i][first + n][0], to[8] = acc[i][first + n][1];
+          }
+        __syncthreads();
+        const int width = Job::GATED ? ROWS / 2 : ROWS;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < width * min_int(4 * RED_NT, used - 4 * first); i += WM * WK * 32) {
+          const int r = i % width, n = i / width;
+          const float* sums = red_sh + n * RED_STRIDE + (Job::GATED ? r / 8 * 16 + r % 8 : r);
+          float y = 0.f, up = 0.f;
+#pragma unroll
+          for (int w = 0; w < WK; w++) {
+            y += sums[w * 4 * RED_NT * RED_STRIDE];
+            if (Job::GATED) up += sums[w * 4 * RED_NT * RED_STRIDE + 8];
+          }
+          if (Job::GATED)
+            job.put_gated(item, r, n0 + 4 * first + n, y, up);
+          else
+            job.put(item, r, n0 + 4 * first + n, y);
+        }
+      }
+    }
+  }
+  copy_async_wait<0>();
+}
+
+// ------------------------------------------------------------------------------------------------------------------ stream
+// The same for few tokens, where moving codes through the load units would bind: whole rows of a tile, their scales and the planes of
+// its tokens arrive as bulk copies, `stages` items ahead. The warps split k.
+template <int BITS, int G, int MT, int WM, int WK, class Job, class Args>
+DEV void stream_tiles(const Args& args, int stages) {
+  typedef Form<BITS, G> F;
+  const int SUB = F::SUB, BLOCK = Block<BITS>::BYTES, ROWS = 16 * MT * WM, MATS = Job::GATED ? 2 : 1, HALF = ROWS / MATS, WARPS = WM * WK;
+  const int RED_STRIDE = ROWS + 8;
+  extern __shared__ uint4 linear_sh[];
+  __shared__ u64 barrier_sh[4];
+  const Job job(args);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, wm = warp % WM, kg = warp / WM;
+  const int K = job.inner(), groups = groups_of(K), row_bytes = K * BITS / 8, scales = BITS == 16 ? 0 : G == 0 ? 1 : K / (G ? G : 1), cols = job.columns();
+  const int k_begin = groups * kg / WK, k_end = groups * (kg + 1) / WK, scale_bytes = HALF * scales * 2, sx_row = scale_row(groups);
+  const int codes_stage = ROWS * row_bytes + 64, scales_stage = MATS * scale_bytes, x_stage = cols * (groups * BLOCK + sx_row * 4), stage_bytes = codes_stage + scales_stage + x_stage;
+  float* red_sh = (float*)((char*)linear_sh + stages * stage_bytes);  // [WK][4][RED_STRIDE]
+  if (threadIdx.x < 4) stream_init(barrier_sh + threadIdx.x), stream_init_done();
+  __syncthreads();
+  dependency_wait();
+  dependents_launch();
+  const int items = job.items();
+  auto copy_x = [&](u64* bar, char* to, int item, int n0, int used) {  // one warp
+#pragma unroll 1
+    for (int n = 0; n < used; n++) {
+      const int from = job.source(item, n0 + n);
+      stream_copy(bar, to + n * groups * BLOCK, job.planes() + (u64)from * groups * BLOCK, groups * BLOCK, n);
+      if (BITS != 16) stream_copy(bar, to + cols * groups * BLOCK + n * sx_row * 4, job.plane_scales() + (u64)from * sx_row, sx_row * 4, n + 8);
+    }
+  };
+  auto fetch = [&](int item, int stage) {  // one warp
+    if (item >= items) return;
+    u64* bar = barrier_sh + stage;
+    char* to = (char*)linear_sh + stage * stage_bytes;
+    const StreamTile tile = job.tile(item);
+    const int used = min_int(cols, job.count(item)), code_bytes = tile.rows * row_bytes, s_bytes = (tile.rows * scales * 2 + 15) & ~15;
+    stream_expect(bar, MATS * (code_bytes + s_bytes) + used * (groups * BLOCK + (BITS != 16 ? sx_row * 4 : 0)));
+#pragma unroll
+    for (int i = 0; i < MATS; i++) {
+      stream_copy(bar, to + i * HALF * row_bytes, tile.codes[i], code_bytes, i);
+      if (BITS != 16) stream_copy(bar, to + codes_stage + i * scale_bytes, tile.scales[i], s_bytes, 2 + i);
+    }
+    copy_x(bar, to + codes_stage + scales_stage, item, 0, used);
+    stream_arrive(bar);
+  };
+  if (warp == 0)
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) fetch(job.begin() + i * job.step(), i);
+  int stage = 0, phase = 0;
+#pragma unroll 1
+  for (int item = job.begin(); item < items; item += job.step()) {
+    const int count = job.count(item);
+    char* codes_sh = (char*)linear_sh + stage * stage_bytes;
+    const bf16* scales_sh = (const bf16*)(codes_sh + codes_stage);
+    char* x_sh = codes_sh + codes_stage + scales_stage;
+    const float* sx_sh = (const float*)(x_sh + cols * groups * BLOCK);
+    stream_wait(barrier_sh + stage, phase);
+#pragma unroll 1
+    for (int n0 = 0; n0 < count; n0 += cols) {
+      const int used = min_int(cols, count - n0);
+      if (n0 > 0) {  // rare: more tokens than columns
+        __syncthreads();
+        for (int c = threadIdx.x; c < used * groups * (BLOCK / 16); c += 32 * WARPS) {
+          const int n = c / (groups * (BLOCK / 16));
+          *(uint4*)(x_sh + c * 16) = *(const uint4*)(job.planes() + (u64)job.source(item, n0 + n) * groups * BLOCK + (c - n * groups * (BLOCK / 16)) * 16);
+        }
+        for (int c = threadIdx.x; c < used * groups; c += 32 * WARPS) ((float*)sx_sh)[c / groups * sx_row + c % groups] = job.plane_scales()[(u64)job.source(item, n0 + c / groups) * sx_row + c % groups];
+        __syncthreads();
+      }
+      float acc[MT][2];
+#pragma unroll
+      for (int i = 0; i < MT; i++) acc[i][0] = acc[i][1] = 0.f;
+#pragma unroll 1
+      for (int k = k_begin; k < k_end; k++) {
+        uint4 x[BLOCK / 128];
+        const int token = min_int(g >> 1, used - 1), mine = min_int(t, used - 1);
+#pragma unroll
+        for (int i = 0; i < BLOCK / 128; i++) x[i] = *(const uint4*)(x_sh + (token * groups + k) * BLOCK + (g & 1) * 64 + t * 16 + i * 128);
+        const float sx = BITS == 16 ? 1.f : sx_sh[mine * sx_row + k];
+#pragma unroll
+        for (int i = 0; i < MT; i++) {
+          const int r_lo = Job::GATED ? (wm * MT + i) * 8 + g : (wm * MT + i) * 16 + g, r_hi = r_lo + (Job::GATED ? HALF : 8);
+          uint4 lo[F::PIECES], hi[F::PIECES];
+#pragma unroll
+          for (int p = 0; p < F::PIECES; p++) {
+            const int at = k * F::ROW_BYTES + p * 64 + t * 16;
+            const bool inside = BITS != 16 || at < row_bytes;  // past the end lie other bytes, harmless as integers times zero
+            lo[p] = inside ? *(const uint4*)(codes_sh + r_lo * row_bytes + at) : make_uint4(0, 0, 0, 0), hi[p] = inside ? *(const uint4*)(codes_sh + r_hi * row_bytes + at) : make_uint4(0, 0, 0, 0);
+          }
+          u32 a[1][F::MMAS][4];
+          unpack<BITS>(a[0], lo, hi);
+          RowScales<SUB> s;
+#pragma unroll
+          for (int q = 0; q < SUB; q++) {
+            const int at = G == 0 ? 0 : min_int(k * SUB + q, scales - 1);
+            const float unit = BITS == 4 ? 0.0625f : 1.f;
+            s.lo[q] = unit * to_f32(scales_sh[r_lo * scales + at]), s.hi[q] = unit * to_f32(scales_sh[r_hi * scales + at]);
+          }
+          float* sums = acc[i];
+          group_products<BITS, SUB, 1, 1>(&sums, 0, a, &s, &x, &sx);
+        }
+      }
+      // the tile may be overwritten once all warps have read it, and the sums of the item before have been taken
+      __syncthreads();
+      if (warp == 0 && n0 + cols >= count) fetch(item + stages * job.step(), stage);
+#pragma unroll
+      for (int i = 0; i < MT; i++) {
+        float* to = red_sh + (kg * 4 + t) * RED_STRIDE + (wm * MT + i) * 16 + g;
+        to[0] = acc[i][0], to[8] = acc[i][1];
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < HALF * used; i += 32 * WARPS) {
+        const int r = i % HALF, n = i / HALF;
+        const float* sums = red_sh + n * RED_STRIDE + (Job::GATED ? r / 8 * 16 + r % 8 : r);
+        float y = 0.f, up = 0.f;
+#pragma unroll
+        for (int w = 0; w < WK; w++) {
+          y += sums[w * 4 * RED_STRIDE];
+          if (Job::GATED) up += sums[w * 4 * RED_STRIDE + 8];
+        }
+        if (Job::GATED)
+          job.put_gated(item, r, n0 + n, y, up);
+        else
+          job.put(item, r, n0 + n, y);
+      }
+    }
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+}
+
+#define LINEAR_STAGED(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) linear_##NAME(const __grid_constant__ LinearArgs a) { walk<BITS, G, 1, NT, WM, WK, DA, true, DenseJob<BITS, G, 1, WM>>(a, &a); }
+#define LINEAR_PLANES(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) linear_##NAME(const __grid_constant__ LinearArgs a) { walk<BITS, G, 2, NT, WM, WK, DA, false, DenseJob<BITS, G, 2, WM>>(a, 0); }
+#define GATE_UP(NAME, BITS, G, MT, NT, WM, WK, DA, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { walk<BITS, G, MT, NT, WM, WK, DA, false, GateUpJob<BITS, G, MT, WM>>(a, 0); }
+#define GATE_UP_STREAM(NAME, BITS, G, WM, WK, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { stream_tiles<BITS, G, 2, WM, WK, GateUpJob<BITS, G, 2, WM>>(a, a.stages); }
+#define DOWN_STREAM(NAME, BITS, G, WM, WK, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { stream_tiles<BITS, G, 1, WM, WK, DownJob<BITS, G, 1, WM>>(a, a.stages); }
+#define DOWN_PAIRS(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
+  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { walk<BITS, G, 2, NT, WM, WK, DA, false, DownJob<BITS, G, 2, WM>>(a, 0); }
+// The widest forms take one block a multiprocessor where others take two or three.
+#define FORM(NAME, BITS, G, DA, BLOCKS, STREAM_BLOCKS)                  \
+  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1)            \
+  LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DA + 1, BLOCKS)            \
+  LINEAR_PLANES(NAME##_n32, BITS, G, 8, 1, 8, 2, 1)                     \
+  LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DA, 2)                   \
+  GATE_UP_STREAM(NAME##_s4, BITS, G, 1, 8, STREAM_BLOCKS)               \
+  GATE_UP(NAME##_n64, BITS, G, 2, 16, 4, 1, DA, 2)                      \
+  DOWN_STREAM(NAME##_s4, BITS, G, 4, 2, BLOCKS + 1)                     \
+  DOWN_PAIRS(NAME##_n64, BITS, G, 16, 4, 1, DA, BLOCKS)
+
+// One form a program where it is named (FORM_w4 and so on), else all.
+#if !defined(ONE_FORM) || defined(FORM_w4)
+FORM(w4, 4, 128, 3, 2, 3)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w4_g64)
+FORM(w4_g64, 4, 64, 3, 2, 2)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w4_g32)
+FORM(w4_g32, 4, 32, 3, 1, 2)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w8)
+FORM(w8, 8, 128, 3, 2, 2)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w8_g64)
+FORM(w8_g64, 8, 64, 3, 2, 3)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w8_g32)
+FORM(w8_g32, 8, 32, 3, 1, 2)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w8_c)
+FORM(w8_c, 8, 0, 3, 2, 3)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w16)
+FORM(w16, 16, 0, 2, 1, 2)
+#endif

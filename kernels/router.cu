@@ -6,16 +6,18 @@
 // x      [T, D] f32; gain, shift [D] f32; W [E, D] bf16 or f32, 16-byte aligned rows; table [E][6] pointers: gate, up, down,
 //        each packed then scale
 // out    logits [T, E] f32, ids [T, K] s32, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending;
-//        normed [T, D] bf16 (natural, or nibble order), or null
+//        planes of n(x) (common/planes.cuh) in the order of the experts' codes
 // needs  D % 8 == 0, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: 1 + ceil(T / tokens) ints, zero before
 //        the first launch
 //
-// Instances router_topk; router_topk_t4 for E <= 128 and the plain K highest; router_topk_t1, the same with tokens = 1.
-// Launch: grid (8, ceil(T / tokens)), 256 threads, shared 4 * (tokens * (D + E) + max(tokens * E, T K) + 64).
+// Instances router_rows for many tokens, from logits; router_topk; router_topk_t4 for E <= 128 and the plain K highest; router_topk_t1, the same with tokens = 1.
+// Launch: grid (8, ceil(T / tokens)), 256 threads,
+// shared 4 * (max(tokens * D, ceil(T K / 32) * E) + tokens * E + max(tokens * E, T K) + 64).
 // Eight blocks share the experts of a run of tokens (one cluster from sm_90, else the last to arrive goes on); the first of
 // them chooses, and the last run to finish writes the list.
 // Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides: one read of x, one barrier, K rounds of a warp maximum.
 // Source: src/engine/cpu/route.rs.
+#include "common/planes.cuh"
 #include "common/reduce.cuh"
 #include "common/routing.cuh"
 
@@ -26,7 +28,8 @@ struct RouterArgs {
   ExpertSlot* slots;
   int* num_slots;
   int* pairs;
-  bf16* normed;
+  char* x_q;           // planes of n(x) for the experts
+  float* x_scale;
   const float* x;
   const float* gain;
   const float* shift;
@@ -38,15 +41,13 @@ struct RouterArgs {
   int w_is_f32;
   int norm;            // 0 none, 1 RMS, 2 Layer
   float eps;
-  int nibble_order;    // of normed
+  int bits;            // of the experts' codes: 4, 8 or 16
   int select;          // 0 Top, 1 GroupLimited, 2 SparseMixer
   int softmax_of_chosen;
   int renorm;
   int num_groups, keep_groups;
   float jitter;
   float scale;
-  const void* warm;    // bytes to pull into L2 meanwhile, or null
-  u64 warm_bytes;
 };
 
 static const int RUN_BLOCKS = 8;   // blocks that share a run of tokens
@@ -161,16 +162,24 @@ DEV void choose(int& id, float& gate, const RouterArgs& a, const float* logits_s
   gate *= a.scale;
 }
 
-// one block: experts in ascending order, the pairs of each in ascending order; id_sh [T K]; row: this thread's table entry
-DEV void list_experts(const RouterArgs& a, const int* id_sh, const u64* row, int* total_sh) {
-  const int num_pairs = a.T * a.K, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+// one block: experts in ascending order, the pairs of each in ascending order; id_sh [T K]; mask_sh [ceil(T K / 32)][E] free; row:
+// this thread's table entry
+DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, const u64* row, int* total_sh) {
+  const int num_pairs = a.T * a.K, words = div_up(num_pairs, 32), warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < words * a.E; i += blockDim.x) mask_sh[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) atomicOr(mask_sh + (p >> 5) * a.E + id_sh[p], 1u << (p & 31));
+  __syncthreads();
   int first_base = 0, slot_base = 0;
 #pragma unroll 1
   for (int base = 0; base < a.E; base += blockDim.x) {
     const int e = base + threadIdx.x;
     int count = 0;
-#pragma unroll 8
-    for (int p = 0; p < num_pairs; p++) count += id_sh[p] == e;
+    if (e < a.E)
+#pragma unroll 4
+      for (int w = 0; w < words; w++) count += __popc(mask_sh[w * a.E + e]);
     int sum = count;
 #pragma unroll
     for (int i = 1; i < 32; i <<= 1) {
@@ -195,12 +204,12 @@ DEV void list_experts(const RouterArgs& a, const int* id_sh, const u64* row, int
     out->expert = e, out->first = first, out->count = count, out->reserved = 0;
     int n = 0;
 #pragma unroll 1
-    for (int p = 0; p < num_pairs; p++) {
-      if (id_sh[p] != e) continue;
-      a.pairs[first + n] = p;
-      if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.K);
-      n++;
-    }
+    for (int w = 0; n < count; w++)
+      for (u32 mask = mask_sh[w * a.E + e]; mask; mask &= mask - 1, n++) {
+        const int p = w * 32 + __ffs(mask) - 1;
+        a.pairs[first + n] = p;
+        if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.K);
+      }
   }
   if (threadIdx.x == 0) *a.num_slots = slot_base;
 }
@@ -217,7 +226,8 @@ DEV void route_run(const RouterArgs& a) {
   __shared__ int total_sh[64], last_sh;
   const int warp = threadIdx.x >> 5, warps = 8, lane = threadIdx.x & 31;
   const int t0 = blockIdx.y * a.tokens, num_tok = min_int(a.tokens, a.T - t0), chunks = a.D / 8, rows = blockIdx.x * warps + warp, row_step = RUN_BLOCKS * warps;
-  float* logits_sh = router_sh + (size_t)a.tokens * a.D;  // [tokens][E]
+  const int masks = div_up(a.T * a.K, 32) * a.E;
+  float* logits_sh = router_sh + max_int(a.tokens * a.D, masks);  // [tokens][E]; before it x of the run, later the masks of experts
   float* free_sh = logits_sh + a.tokens * a.E;            // [tokens][E], or ids [T K]
 #if HAS_CLUSTERS
   cluster_arrive();
@@ -239,11 +249,6 @@ DEV void route_run(const RouterArgs& a) {
     for (int i = 0; i < 6; i++) table_row[i] = a.table[(size_t)threadIdx.x * 6 + i];
   if (a.norm)
     for (int k = threadIdx.x * 32; k < a.D; k += blockDim.x * 32) prefetch_l2(a.gain + k);
-  if (a.warm) {
-    const u64 at = ((u64)(blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x) * 128, all = (u64)gridDim.x * gridDim.y * blockDim.x * 128;
-#pragma unroll 1
-    for (u64 i = at; i < a.warm_bytes; i += all) prefetch_l2((const char*)a.warm + i);
-  }
   dependency_wait();
   dependents_launch();
 
@@ -309,17 +314,23 @@ DEV void route_run(const RouterArgs& a) {
       }
     }
   __syncthreads();
-  if (a.normed) {
-    const int per = div_up(chunks, (int)gridDim.x), end = min_int((blockIdx.x + 1) * per, chunks);
-    for (int n = 0; n < num_tok; n++)
+  const int groups = groups_of(a.D), per = div_up(groups, (int)gridDim.x), begin = blockIdx.x * per * 16, end = min_int((blockIdx.x + 1) * per, groups) * 16;
 #pragma unroll 1
-      for (int c = blockIdx.x * per + threadIdx.x; c < end; c += blockDim.x) {
-        const float* f = router_sh + (size_t)n * a.D + c * 8;
-        uint4 v = make_uint4(bf16_pair(f[0], f[1]), bf16_pair(f[2], f[3]), bf16_pair(f[4], f[5]), bf16_pair(f[6], f[7]));
-        if (a.nibble_order) v = nibble_chunk(v);
-        *(uint4*)(a.normed + (size_t)(t0 + n) * a.D + c * 8) = v;
+  for (int n = 0; n < num_tok; n++)
+#pragma unroll 1
+    for (int base = begin; base < end; base += blockDim.x) {
+      const int c = base + threadIdx.x;
+      float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+      if (c < end && c * 8 < a.D) {
+        const float* from = router_sh + (size_t)n * a.D + c * 8;
+        *(float4*)f = *(const float4*)from, *(float4*)(f + 4) = *(const float4*)(from + 4);
       }
-  }
+      const size_t group = (size_t)(t0 + n) * groups + (c >> 4);
+      float* scale = a.x_scale + (size_t)(t0 + n) * scale_row(groups) + (c >> 4);
+      if (a.bits == 4) make_block<4>(a.x_q + group * Block<4>::BYTES, scale, c, f, c < end);
+      if (a.bits == 8) make_block<8>(a.x_q + group * Block<8>::BYTES, scale, c, f, c < end);
+      if (a.bits == 16) make_block<16>(a.x_q + group * Block<16>::BYTES, scale, c, f, c < end);
+    }
 #if HAS_CLUSTERS
   cluster_wait();
 #endif
@@ -394,8 +405,38 @@ DEV void route_run(const RouterArgs& a) {
     id_sh[warp * a.K + lane] = id;
   }
   __syncthreads();
-  list_experts(a, id_sh, table_row, total_sh);
+  list_experts(a, id_sh, (u32*)router_sh, table_row, total_sh);
 }
+
+// Many tokens: the logits are there (linear_w16_n64 of planes of n(x)); a warp a token chooses, the last block lists.
+// grid ceil(T / 8), 256 threads, shared 4 * (max(8 E, ceil(T K / 32) E) + max(8 E, T K))
+template <int N, bool ANY>
+DEV void route_rows(const RouterArgs& a) {
+  extern __shared__ float router_sh[];
+  __shared__ int total_sh[64], last_sh;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t = blockIdx.x * 8 + warp;
+  float* free_sh = router_sh + max_int(8, div_up(a.T * a.K, 32)) * a.E;
+  u64 table_row[6] = {0, 0, 0, 0, 0, 0};
+  if ((int)threadIdx.x < a.E)
+#pragma unroll
+    for (int i = 0; i < 6; i++) table_row[i] = a.table[(size_t)threadIdx.x * 6 + i];
+  dependency_wait();
+  dependents_launch();
+  if (t < a.T) {
+    for (int e = lane; e < a.E; e += 32) router_sh[warp * a.E + e] = a.logits[(size_t)t * a.E + e];
+    __syncwarp();
+    int id;
+    float gate;
+    choose<N, ANY>(id, gate, a, router_sh + warp * a.E, free_sh + warp * a.E);
+    if (lane < a.K) a.ids[t * a.K + lane] = id, a.gates[t * a.K + lane] = gate;
+  }
+  if (!arrives_last(a.counters, gridDim.x, &last_sh)) return;
+  int* id_sh = (int*)free_sh;
+  for (int p = threadIdx.x; p < a.T * a.K; p += blockDim.x) id_sh[p] = load_s32_l2(a.ids + p);
+  __syncthreads();
+  list_experts(a, id_sh, (u32*)router_sh, table_row, total_sh);
+}
+extern "C" __global__ void __launch_bounds__(256, 1) router_rows(const __grid_constant__ RouterArgs a) { route_rows<16, true>(a); }
 
 #define ROUTER(NAME, TOKENS, N, ANY) \
   extern "C" __global__ void RUN_CLUSTER __launch_bounds__(256, 1) NAME(const __grid_constant__ RouterArgs a) { route_run<TOKENS, N, ANY>(a); }

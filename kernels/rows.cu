@@ -1,98 +1,91 @@
-// Work on rows: embedding, norms, gated activations, argmax. Memory bound, one block or a few a row.
+// Work on rows: planes, gated sums, the sum over ranks, argmax. Memory bound, one block or a few a row.
 //
-// embed_{f32 table as bf16 | w8 | w4}: x[t, d] = scale * table[token[t], d], x f32
-// norm_rows:  y[t] = RMSNorm or LayerNorm of x[t], x f32 or bf16, y bf16 (natural or nibble order) or f32
-// gated_act:  y[t, f] = silu(gate[t, f]) * up[t, f], f32 in, bf16 (natural or nibble order) out
-// add_gated:  acc[t, d] += scale * sigmoid(gate[t]) * add[t, d]; gate null for 1
+// planes_w{4,8,16}: planes (common/planes.cuh) of n(x)[t], n = nothing, RMSNorm, LayerNorm or silu(x) * up; x [T, K] f32
+// moe_combine: y[t, d] = add[t, d] + scale * sum_rank gates[t, rank] pairs[t K + rank, d], ranks in order
+// add_gated:   acc[t, d] += scale * sigmoid(gate[t]) * add[t, d]; gate null for 1
 // argmax_rows: token[t] = first index of the largest logit; grid (blocks, T), last block of a row finishes
 // needs widths % 8 == 0, 16-byte aligned rows
-#include "common/mma.cuh"
+#include "common/planes.cuh"
 #include "common/reduce.cuh"
 
-struct EmbedArgs {
-  float* x;
-  const void* table;
-  const bf16* table_scale;
-  const int* tokens;
-  int D, G;
-  float scale;
-};
-// grid T, any block
-template <int BITS>
-DEV void embed_row(const EmbedArgs& a) {
-  dependency_wait();
-  dependents_launch();
-  const size_t row = a.tokens[blockIdx.x];
-  for (int d = threadIdx.x; d < a.D; d += blockDim.x) {
-    float v;
-    if (BITS == 16) {
-      v = to_f32(((const bf16*)a.table)[row * a.D + d]);
-    } else {
-      const u32 word = ((const u32*)a.table)[row * (a.D * BITS / 32) + d / (32 / BITS)];
-      const int code = (int)(word >> (d % (32 / BITS) * BITS) & ((1u << (BITS % 32)) - 1)) - (1 << (BITS % 32 - 1));
-      v = code * to_f32(a.table_scale[row * (a.D / a.G) + d / a.G]);
-    }
-    a.x[(size_t)blockIdx.x * a.D + d] = v * a.scale;
-  }
-}
-extern "C" __global__ void __launch_bounds__(256) embed_w16(const __grid_constant__ EmbedArgs a) { embed_row<16>(a); }
-extern "C" __global__ void __launch_bounds__(256) embed_w8(const __grid_constant__ EmbedArgs a) { embed_row<8>(a); }
-extern "C" __global__ void __launch_bounds__(256) embed_w4(const __grid_constant__ EmbedArgs a) { embed_row<4>(a); }
-
-struct NormArgs {
-  void* y;
-  const void* x;
-  const float* gain;
-  const float* shift;  // LayerNorm
-  int width;
-  int runs;            // of `width` elements in a row
-  int x_stride, y_stride;  // elements, from row to row
-  int x_is_bf16, y_is_f32;
-  int nibble_order;
-  int norm;            // 0 convert only, 1 RMS, 2 Layer
+struct PlanesArgs {
+  char* q;             // [T][groups][block]
+  float* scale;        // [T][groups, up to a multiple of 4]
+  const float* x;
+  const float* up;     // or null
+  const float* gain;   // [K]
+  const float* shift;  // [K], LayerNorm
+  int K;
+  int x_stride;        // elements
+  int norm;            // 0 none, 1 RMS, 2 Layer
   float eps;
 };
-// grid (runs, T), 256 threads
-extern "C" __global__ void __launch_bounds__(256) norm_rows(const __grid_constant__ NormArgs a) {
+// grid T, 128 or 256 threads
+template <int BITS>
+DEV void planes_row(const PlanesArgs& a) {
   __shared__ float scratch_sh[32];
   dependency_wait();
   dependents_launch();
-  const size_t from = (size_t)blockIdx.y * a.x_stride + (size_t)blockIdx.x * a.width, to = (size_t)blockIdx.y * a.y_stride + (size_t)blockIdx.x * a.width;
-  auto load = [&](int k) { return a.x_is_bf16 ? to_f32(((const bf16*)a.x)[from + k]) : ((const float*)a.x)[from + k]; };
+  const float* x = a.x + (size_t)blockIdx.x * a.x_stride;
   float mean = 0.f, inv = 1.f, sum = 0.f;
   if (a.norm == 2) {
-    for (int k = threadIdx.x; k < a.width; k += blockDim.x) sum += load(k);
-    mean = block_sum(sum, scratch_sh) / a.width;
-    sum = 0.f;
+    for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += x[k];
+    mean = block_sum(sum, scratch_sh) / a.K, sum = 0.f;
   }
   if (a.norm) {
-    for (int k = threadIdx.x; k < a.width; k += blockDim.x) sum += (load(k) - mean) * (load(k) - mean);
-    inv = rsqrtf(block_sum(sum, scratch_sh) / a.width + a.eps);
+    for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += (x[k] - mean) * (x[k] - mean);
+    inv = rsqrtf(block_sum(sum, scratch_sh) / a.K + a.eps);
   }
-  for (int k = threadIdx.x; k < a.width; k += blockDim.x) {
-    float v = load(k);
-    if (a.norm) v = (v - mean) * inv * a.gain[k] + (a.norm == 2 ? a.shift[k] : 0.f);
-    if (a.y_is_f32)
-      ((float*)a.y)[to + k] = v;
-    else
-      ((bf16*)a.y)[to + (a.nibble_order ? nibble_position(k) : k)] = to_bf16(v);
+  const int groups = groups_of(a.K), chunks = groups * 16;
+#pragma unroll 1
+  for (int base = 0; base < chunks; base += blockDim.x) {
+    const int c = base + threadIdx.x, k = c * 8;
+    float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, other[8];
+    if (k < a.K) {
+      *(float4*)f = *(const float4*)(x + k), *(float4*)(f + 4) = *(const float4*)(x + k + 4);
+      if (a.norm) {
+        *(float4*)other = *(const float4*)(a.gain + k), *(float4*)(other + 4) = *(const float4*)(a.gain + k + 4);
+#pragma unroll
+        for (int i = 0; i < 8; i++) f[i] = (f[i] - mean) * inv * other[i] + (a.norm == 2 ? a.shift[k + i] : 0.f);
+      } else if (a.up) {
+        const float* up = a.up + (size_t)blockIdx.x * a.x_stride + k;
+        *(float4*)other = *(const float4*)up, *(float4*)(other + 4) = *(const float4*)(up + 4);
+#pragma unroll
+        for (int i = 0; i < 8; i++) f[i] = silu(f[i]) * other[i];
+      }
+    }
+    const size_t group = (size_t)blockIdx.x * groups + (c >> 4);
+    make_block<BITS>(a.q + group * Block<BITS>::BYTES, a.scale + (size_t)blockIdx.x * scale_row(groups) + (c >> 4), c, f, c < chunks);
   }
 }
+extern "C" __global__ void __launch_bounds__(256) planes_w4(const __grid_constant__ PlanesArgs a) { planes_row<4>(a); }
+extern "C" __global__ void __launch_bounds__(256) planes_w8(const __grid_constant__ PlanesArgs a) { planes_row<8>(a); }
+extern "C" __global__ void __launch_bounds__(256) planes_w16(const __grid_constant__ PlanesArgs a) { planes_row<16>(a); }
 
-struct GatedActArgs {
-  bf16* y;
-  const float* gate;
-  const float* up;
-  int F;
-  int nibble_order;
+struct CombineArgs {
+  float* y;
+  const float* add;    // or null
+  const float* pairs;  // [T K, D]
+  const float* gates;  // [T, K]
+  int D, K;
+  float scale;
 };
-// grid (ceil(F / 256), T), 256 threads
-extern "C" __global__ void __launch_bounds__(256) gated_act(const __grid_constant__ GatedActArgs a) {
+// grid (ceil(D / 512), T), 128 threads
+extern "C" __global__ void __launch_bounds__(128) moe_combine(const __grid_constant__ CombineArgs a) {
   dependency_wait();
   dependents_launch();
-  const int f = blockIdx.x * blockDim.x + threadIdx.x;
-  const size_t at = (size_t)blockIdx.y * a.F;
-  if (f < a.F) a.y[at + (a.nibble_order ? nibble_position(f) : f)] = to_bf16(silu(a.gate[at + f]) * a.up[at + f]);
+  const int k = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+  if (k >= a.D) return;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+  for (int r = 0; r < a.K; r++) {
+    const float gate = a.gates[blockIdx.y * a.K + r];
+    const float4 v = *(const float4*)(a.pairs + ((size_t)blockIdx.y * a.K + r) * a.D + k);
+    sum.x += gate * v.x, sum.y += gate * v.y, sum.z += gate * v.z, sum.w += gate * v.w;
+  }
+  const size_t at = (size_t)blockIdx.y * a.D + k;
+  const float4 before = a.add ? *(const float4*)(a.add + at) : make_float4(0.f, 0.f, 0.f, 0.f);
+  *(float4*)(a.y + at) = make_float4(before.x + a.scale * sum.x, before.y + a.scale * sum.y, before.z + a.scale * sum.z, before.w + a.scale * sum.w);
 }
 
 struct AddGatedArgs {

@@ -8,7 +8,7 @@ mod output;
 pub use output::{Existing, JOURNAL, OutputDir, WorkDir, partial_bytes};
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, BufWriter, Read, Seek, Write};
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -111,16 +111,23 @@ impl Scratch {
 
 /// Writes a file that appears whole or not at all, replacing one that is there.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    write_whole(path, |file| file.write_all(bytes).map_err(failed("write", path)))
+}
+
+/// Writes a file piece by piece that appears whole or not at all, replacing one that is there.
+pub fn write_whole<E: From<FileError>>(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<(), E>) -> Result<(), E> {
     let partial = sibling(path, &format!(".partial.{}", unique()))?;
-    let write = || -> Result<(), FileError> {
-        let mut file = File::create_new(&partial).map_err(failed("create", &partial))?;
-        file.write_all(bytes).map_err(failed("write", &partial))?;
-        file.sync_all().map_err(failed("sync", &partial))?;
-        fs::rename(&partial, path).map_err(failed("replace", path))
+    let write = || -> Result<(), E> {
+        let mut file = BufWriter::new(File::create_new(&partial).map_err(failed("create", &partial))?);
+        fill(&mut file)?;
+        file.flush().map_err(failed("write", &partial))?;
+        file.get_ref().sync_all().map_err(failed("sync", &partial))?;
+        fs::rename(&partial, path).map_err(failed("replace", path))?;
+        Ok(())
     };
     let written = write();
     match written {
-        Ok(()) => sync_parent(path),
+        Ok(()) => Ok(sync_parent(path)?),
         Err(_) => {
             fs::remove_file(&partial).ok();
             written

@@ -16,6 +16,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod command;
 pub mod engine;
+pub mod export;
 pub mod files;
 pub mod generate;
 pub mod ids;

@@ -177,6 +177,12 @@ pub fn e4m3_to_f32(bits: u8) -> f32 {
     }
 }
 
+/// The value of a four-bit E2M1 code: sign, two exponent bits of bias 1, one mantissa bit (OCP MX v1.0, section 5.3.3).
+pub fn e2m1_to_f32(code: u8) -> f32 {
+    let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][(code & 7) as usize];
+    if code & 8 != 0 { -magnitude } else { magnitude }
+}
+
 /// The value of an E8M0 byte: `2^(bits - 127)`, 255 is NaN (OCP MX v1.0, section 5.4.1).
 pub fn e8m0_to_f32(bits: u8) -> f32 {
     if bits == 255 { f32::NAN } else { (bits as f32 - 127.0).exp2() }

@@ -142,14 +142,30 @@ fn offsets_that_overlap_or_leave_the_file() {
 
 #[test]
 fn configs_that_are_not_understood() {
-    let mut unknown = config();
-    unknown["model_type"] = "nobody_knows".into();
     let mut matters = config();
     matters["logit_surprise"] = 3.5.into();
-    for (config, words) in [(unknown, ["nobody_knows", "hint: supported"]), (matters, ["logit_surprise", "3.5"])] {
-        let built = sound().config(config).build();
-        refused(built.path(), built.root(), &[], &words);
+    let built = sound().config(matters).build();
+    refused(built.path(), built.root(), &[], &["logit_surprise", "3.5"]);
+}
+
+/// What needs no understanding of the model takes any family; what computes with it does not, and `prepare` says so before it writes.
+#[test]
+fn families_that_do_not_run() {
+    let mut unknown = config();
+    unknown["model_type"] = "nobody_knows".into();
+    let built = sound().config(unknown).build();
+    let (model, output) = (built.path().to_str().unwrap(), built.root().join("out"));
+    let words = ["`nobody_knows`, which this version cannot run", "hint: this version runs mixtral"];
+    for args in [
+        vec!["run", model, "--prompt", "x"],
+        vec!["perplexity", model, "--text", "x"],
+        vec!["prepare", model, "-o", output.to_str().unwrap()],
+        vec!["export", model, "--gguf", output.to_str().unwrap()],
+    ] {
+        check(&moe(&args), 1, &words);
     }
+    assert!(!output.exists());
+    assert_eq!(moe(&["quantize", model, "-o", output.to_str().unwrap(), "--quiet"]).code, 0);
 }
 
 #[test]

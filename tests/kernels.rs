@@ -46,8 +46,8 @@ fn every_kernel_compiles_for_every_target_without_spills() {
             let spills = spills(&compiled.log);
             let declared = program.text.matches("extern \"C\" __global__").count();
             assert!(declared == 0 || !spills.is_empty(), "{} {arch}: no report of spills in `{}`", program.name, compiled.log);
-            // `n4` carries prompts, 32 tokens a pass, where a few spilled registers cost nothing that can be measured.
-            let wrong: Vec<_> = spills.into_iter().filter(|s| s.1 > 0 && !s.0.ends_with("_n4")).collect();
+            // `n64` carries prompts, where a few spilled registers cost nothing that can be measured.
+            let wrong: Vec<_> = spills.into_iter().filter(|s| s.1 > 0 && !s.0.ends_with("_n64")).collect();
             assert!(wrong.is_empty(), "{} {arch} spills: {wrong:?}", program.name);
         }
     }

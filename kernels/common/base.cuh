@@ -99,13 +99,3 @@ DEV float exp2_fast(float x) {
   return r;
 }
 DEV float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
-// Position of element k in the order in which four-bit products read activations: each run of 8 as 0 4 1 5 2 6 3 7.
-DEV int nibble_position(int k) { return (k & ~7) | ((k & 3) << 1) | ((k >> 2) & 1); }
-// eight natural elements as one 16-byte chunk in that order
-DEV uint4 nibble_chunk(uint4 v) {
-  uint4 r;
-  r.x = __byte_perm(v.x, v.z, 0x5410), r.y = __byte_perm(v.x, v.z, 0x7632);
-  r.z = __byte_perm(v.y, v.w, 0x5410), r.w = __byte_perm(v.y, v.w, 0x7632);
-  return r;
-}

@@ -17,3 +17,5 @@ struct ExpertSlot {
   u16 pair[8];   // the first eight of them: token * K + rank
   u16 token[8];  // and their tokens
 };
+// pair n of an expert
+DEV int slot_pair(const ExpertSlot& slot, const int* pairs, int n) { return n < 8 ? slot.pair[n] : pairs[slot.first + n]; }

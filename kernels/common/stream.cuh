@@ -1,7 +1,7 @@
 // Rows of a stored matrix from memory to shared memory without registers: bulk copies from sm_90, 16-byte copies before, both
 // counted by a barrier in shared memory.
 #pragma once
-#include "tile.cuh"
+#include "base.cuh"
 
 #if __CUDA_ARCH__ >= 900
 static const int STREAM_ARRIVALS = 1;
@@ -62,37 +62,12 @@ DEV void stream_arrive(u64* barrier_sh) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_sh)) : "memory");
 #endif
 }
-
-template <int BITS, int G, int STEPS>
-struct TileScales {
-  StepScales<Groups<BITS, G>::SUB> s[STEPS];
-};
-// scales of rows row + g and row + g + 8 for STEPS steps
-template <int BITS, int G, int STEPS>
-DEV void load_scales(TileScales<BITS, G, STEPS>& w, const bf16* scale, int row, int rows, int K, int step) {
-  if constexpr (BITS != 16) {
-    typedef Groups<BITS, G> Gr;
-    const int g = (threadIdx.x & 31) >> 2;
-    const u32 r_lo = min_int(row + g, rows - 1), r_hi = min_int(row + g + 8, rows - 1);
-    const int groups = G == 0 ? 1 : K >> Gr::SHIFT, first = (step * Gr::STEP_K) >> Gr::SHIFT;
-    const bf16 *s_lo = scale + r_lo * groups, *s_hi = scale + r_hi * groups;
-#pragma unroll
-    for (int c = 0; c < STEPS; c++) {
-      if (c > 0 && (G == 0 || c * Gr::STEP_K % (G ? G : 1) != 0)) {
-        w.s[c] = w.s[c - 1];
-        continue;
-      }
-#pragma unroll
-      for (int q = 0; q < Gr::SUB; q++) {
-        const int group = min_int(first + (G == 0 ? 0 : (c * Gr::STEP_K + q * (Gr::STEP_K / Gr::SUB)) >> Gr::SHIFT), groups - 1);
-        w.s[c].lo[q] = load_u16_const(s_lo + group), w.s[c].hi[q] = load_u16_const(s_hi + group);
-      }
-    }
-  }
-}
-// codes of rows g and g + 8, step c of what lies in shared memory
-DEV void read_codes(uint4& lo, uint4& hi, const char* tile_sh, int stride, int c) {
-  const int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
-  lo = *(const uint4*)(tile_sh + g * stride + c * 64 + t * 16);
-  hi = *(const uint4*)(tile_sh + (g + 8) * stride + c * 64 + t * 16);
+// One warp copies a contiguous run, a multiple of 16 bytes; one lane of it issues where the copy engine works.
+DEV void stream_copy(u64* barrier_sh, char* dst_sh, const void* src, int bytes, int by) {
+#if __CUDA_ARCH__ >= 900
+  if ((threadIdx.x & 31) == (u32)(by & 31))
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst_sh)), "l"(src), "r"(bytes), "r"(shared_address(barrier_sh)) : "memory");
+#else
+  for (int b = (threadIdx.x & 31) * 16; b < bytes; b += 512) copy_async_16(dst_sh + b, (const char*)src + b);
+#endif
 }

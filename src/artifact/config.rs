@@ -5,7 +5,7 @@
 //! patterns. Format: compressed-tensors 0.15 to 0.20, `QuantizationConfig`.
 
 use crate::ids::{Component, ExpertId, LayerId, Part, Role, TensorId};
-use crate::model::names::Names;
+use crate::model::names::{Readers, Spelling};
 use crate::quant::format::{Format, Group};
 use crate::tensor::Dtype;
 use serde_json::{Map, Value, json};
@@ -24,6 +24,8 @@ pub enum Caveat {
     Joined,
     /// transformers has no rule that assembles this family's experts.
     Experts,
+    /// The family is none that this version runs.
+    Unchecked,
     /// The embedding is quantized.
     Embedding,
     /// The head is quantized.
@@ -43,6 +45,9 @@ impl fmt::Display for Caveat {
                 "tensors outside the experts have the experts' format; transformers loads this by default, with `dequantize=True` it does not",
             ),
             Caveat::Experts => f.write_str("transformers up to 5.24 does not assemble per-expert tensors of this family"),
+            Caveat::Unchecked => f.write_str(
+                "this version does not run the family: names and shapes follow the checkpoint, but no reader was tried",
+            ),
             Caveat::Embedding => f.write_str(
                 "the embedding is quantized; this tool loads it, transformers, most model files of vLLM and all of SGLang do not \
                 (keep it with --set embed=source)",
@@ -67,9 +72,9 @@ type Formats = BTreeMap<Role, BTreeMap<Option<LayerId>, Format>>;
 /// Some layers of a role that share a treatment.
 type Members = (Role, Vec<Option<LayerId>>);
 
-/// Builds the config for a model's tensors; `side` are tensors outside the forward pass, copied as they are.
+/// Builds the config for a model's tensors; `side` are the matrices that are copied as they are.
 pub fn quantization_config(
-    names: &Names,
+    names: &dyn Spelling,
     tensors: &[(TensorId, Vec<usize>)],
     format: impl Fn(TensorId) -> Format,
     side: &[String],
@@ -118,7 +123,11 @@ pub fn quantization_config(
         caveats.push(Caveat::Schemes { groups: groups.len() });
     }
     caveats.extend(joined.map(|_| Caveat::Joined));
-    caveats.extend((!names.assembled && !expert_schemes.is_empty()).then_some(Caveat::Experts));
+    caveats.extend(match names.readers() {
+        Readers::Checked => None,
+        Readers::NotAssembled => (!expert_schemes.is_empty()).then_some(Caveat::Experts),
+        Readers::Unchecked => Some(Caveat::Unchecked),
+    });
     let quantized = |role: Role| roles.get(&role).is_some_and(|l| l.values().any(|f| *f != Format::Source));
     caveats.extend(
         [(Role::Embed, Caveat::Embedding), (Role::Head, Caveat::Head), (Role::Router, Caveat::Router)]
@@ -151,7 +160,8 @@ pub fn with_quantization(config: &Value, quantization: Option<Value>) -> Value {
 
 /// The type the model computes in, which readers allocate scales in: `dtype` (transformers 5) or `torch_dtype`.
 pub fn model_dtype(config: &Value) -> Option<Dtype> {
-    let name = ["dtype", "torch_dtype"].into_iter().find_map(|key| config.get(key)?.as_str())?;
+    let of = |object: &Value| ["dtype", "torch_dtype"].into_iter().find_map(|key| object.get(key)?.as_str().map(String::from));
+    let name = of(config).or_else(|| of(config.get("text_config")?))?;
     match name.trim_start_matches("torch.") {
         "bfloat16" => Some(Dtype::BF16),
         "float16" | "half" => Some(Dtype::F16),
@@ -185,18 +195,20 @@ fn parts_with(roles: &Formats, wanted: impl Fn(Role, Format) -> bool) -> Vec<Mem
 }
 
 /// Patterns for modules, experts first; roles with the same parent and layers share one.
-fn patterns(names: &Names, roles: &Formats, parts: Vec<Members>) -> Vec<String> {
+fn patterns(names: &dyn Spelling, roles: &Formats, parts: Vec<Members>) -> Vec<String> {
     let mut whole = Vec::new();
     // Parent pattern and layers (`None`: all), in order of first appearance, with the children.
     let mut merged: Vec<(String, Option<Vec<u32>>, Vec<String>)> = Vec::new();
     for (role, layers) in parts {
         match role {
+            Role::Head if names.module(TensorId::global(Role::Head)) != "lm_head" => whole.push("re:.*lm_head$".to_string()),
             Role::Head => whole.push("lm_head".to_string()),
             Role::Embed => whole.push("re:.*embed_tokens$".to_string()),
             _ => {
                 let all = roles.get(&role).is_some_and(|of_role| of_role.len() == layers.len());
                 let some = (!all).then(|| layers.iter().flatten().map(|l| l.0).collect::<Vec<_>>());
-                let (parent, child) = place(names, role);
+                let layer = roles.get(&role).and_then(|l| l.keys().flatten().next()).copied().unwrap_or(LayerId(0));
+                let (parent, child) = place(names, layer, role);
                 match merged.iter_mut().find(|(p, l, _)| *p == parent && *l == some) {
                     Some((_, _, children)) => children.push(child),
                     None => merged.push((parent, some, vec![child])),
@@ -208,7 +220,9 @@ fn patterns(names: &Names, roles: &Formats, parts: Vec<Members>) -> Vec<String> 
     let pattern = |(parent, layers, mut children): (String, Option<Vec<u32>>, Vec<String>)| {
         // SGLang asks for these spellings whatever the family calls its projections.
         if parent.contains("experts") {
-            children = ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"].map(String::from).to_vec();
+            let others = std::mem::replace(&mut children, EXPERT_CHILDREN.map(String::from).to_vec());
+            let new: Vec<String> = others.into_iter().filter(|c| !children.contains(c)).collect();
+            children.extend(new);
         }
         let children = if children.len() == 1 { children.remove(0) } else { format!("({})", children.join("|")) };
         match layers {
@@ -216,32 +230,40 @@ fn patterns(names: &Names, roles: &Formats, parts: Vec<Members>) -> Vec<String> 
             Some(layers) => {
                 let layers = layers.iter().map(u32::to_string).collect::<Vec<_>>().join("|");
                 let between = if parent.starts_with('\\') { "(\\..*)?" } else { "\\..*" };
-                format!("re:.*layers\\.({layers}){between}{parent}\\.{children}$")
+                let holder = names.layers().rsplit('.').next().unwrap_or_default();
+                format!("re:.*{holder}\\.({layers}){between}{parent}\\.{children}$")
             }
         }
     };
     merged.into_iter().map(pattern).chain(whole).collect()
 }
 
+/// Spellings of an expert's projections that readers ask for.
+const EXPERT_CHILDREN: [&str; 6] = ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"];
+
 /// Pattern of the module that holds a role's module, and the name inside it. Not anchored, and no more of the path than needed:
 /// engines rename what lies above.
-fn place(names: &Names, role: Role) -> (String, String) {
-    let id = TensorId { layer: Some(LayerId(0)), expert: Some(ExpertId(0)), role, part: Part::Weight };
-    let module = names.module(id);
-    let mut path: Vec<&str> = module.split('.').skip(3).collect();
+fn place(names: &dyn Spelling, layer: LayerId, role: Role) -> (String, String) {
+    let module = names.module(match role.component() {
+        Component::Experts => TensorId::expert(layer, ExpertId(0), role),
+        _ => TensorId::layer(layer, role),
+    });
+    let before = names.layers().split('.').count() + 1;
+    let mut path: Vec<&str> = module.split('.').skip(before).collect();
     let child = path.pop().unwrap_or_default().to_string();
+    let near = path.last().copied().unwrap_or_default();
     let parent = match role.component() {
-        Component::Attention => "attn".into(),
+        Component::Attention if near.contains("attn") => "attn".into(),
         Component::Experts => "\\.experts\\.\\d+".into(),
         // Never spelled out: the text `experts` would make transformers take this group for the experts'.
-        Component::Shared => "\\.shared_exp[a-z]*".into(),
-        _ => format!("\\.{}", path.last().copied().unwrap_or_default()),
+        Component::Shared if near.starts_with("shared_exp") => "\\.shared_exp[a-z]*".into(),
+        _ => format!("\\.{near}"),
     };
     (parent, child)
 }
 
 /// Every module that stays unquantized: SGLang refuses one that neither a target nor this list names.
-fn ignore(names: &Names, roles: &Formats, side: &[String]) -> Vec<String> {
+fn ignore(names: &dyn Spelling, roles: &Formats, side: &[String]) -> Vec<String> {
     let mut list: Vec<String> = Vec::new();
     if !roles.contains_key(&Role::Head) {
         list.push("lm_head".into());
@@ -257,24 +279,36 @@ fn ignore(names: &Names, roles: &Formats, side: &[String]) -> Vec<String> {
     }
     let rest: Vec<Members> = rest.into_iter().collect();
     for pattern in patterns(names, roles, rest) {
-        if let Some(head) = pattern.strip_suffix("\\.\\d+\\.(gate_proj|up_proj|down_proj|w1|w2|w3)$") {
-            list.push(format!("{head}$"));
+        if let Some((head, _)) = pattern.split_once("\\.experts\\.\\d+\\.") {
+            list.push(format!("{head}\\.experts$"));
         }
         if pattern != "re:.*\\.mlp\\.gate$" && pattern != "re:.*\\.block_sparse_moe\\.gate$" {
             list.push(pattern);
         }
     }
-    let mut prefixes = BTreeSet::new();
-    for name in side.iter().filter(|n| n.ends_with(".weight")) {
-        let path: Vec<&str> = name.split('.').collect();
-        match path[..] {
-            ["model", "layers", n, ..] if !is_layer(roles, n) => drop(prefixes.insert(format!("re:.*layers\\.{n}\\..*"))),
-            ["mtp", ..] | ["model", "mtp", ..] => drop(prefixes.insert("re:(.*\\.)?mtp\\..*".to_string())),
-            _ => {}
-        }
-    }
-    list.extend(prefixes);
+    let aside: BTreeSet<String> = side.iter().filter_map(|name| aside(names, roles, name.strip_suffix(".weight")?)).collect();
+    list.extend(aside.into_iter().filter(|pattern| !list.contains(pattern)).collect::<Vec<_>>());
     list
+}
+
+/// A pattern for a module that is copied: whole blocks and towers by their prefix, since readers name what is inside them in
+/// ways of their own; inside the model's layers the module itself.
+fn aside(names: &dyn Spelling, roles: &Formats, module: &str) -> Option<String> {
+    let path: Vec<&str> = module.split('.').collect();
+    let number = |part: &&str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+    let of_layers = module.strip_prefix(names.layers()).and_then(|rest| rest.strip_prefix('.'));
+    if let Some((n, inner)) = of_layers.and_then(|rest| rest.split_once('.')).filter(|(n, _)| number(n)) {
+        if !is_layer(roles, n) {
+            let layers = names.layers().rsplit('.').next().unwrap_or_default();
+            return Some(format!("re:.*{layers}\\.{n}\\..*"));
+        }
+        let inner: Vec<&str> = inner.split('.').map(|p| if number(&p) { "\\d+" } else { p }).collect();
+        return Some(format!("re:.*\\.{}$", inner.join("\\.")));
+    }
+    let holders = ["model", "language_model", "transformer", "backbone", "text_model", "decoder"];
+    let root = path.iter().find(|part| !holders.contains(part))?;
+    let leaf = path.last() == Some(root);
+    Some(if leaf { format!("re:(.*\\.)?{root}$") } else { format!("re:(.*\\.)?{root}\\..*") })
 }
 
 fn is_layer(roles: &Formats, number: &str) -> bool {

@@ -4,10 +4,10 @@
 //! weight file that is on disk, with size and sha256. A run that would not write the same bytes is refused.
 
 use super::error::ArtifactError;
+use super::inventory::Inventory;
 use super::manifest::{FileSum, Recipe};
 use super::plan::Plan;
 use super::sums::{hash_files, hex};
-use super::weights::Weights;
 use crate::files::{self, FileError, JOURNAL, LineLog};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -39,7 +39,7 @@ struct Stamp {
 
 impl Begun {
     /// What a run of `plan` over `weights` sets out to do.
-    pub fn new(weights: &Weights, plan: &Plan, recipe: &Recipe) -> Result<Self, ArtifactError> {
+    pub fn new(weights: &Inventory, plan: &Plan, recipe: &Recipe) -> Result<Self, ArtifactError> {
         let mut digest = Sha256::new();
         plan.shards.iter().for_each(|shard| digest.update(&shard.header));
         digest.update(serde_json::to_vec(&plan.config)?);
@@ -122,7 +122,7 @@ impl Journal {
     pub fn check(
         &mut self,
         dir: &Path,
-        weights: &Weights,
+        weights: &Inventory,
         now: &Begun,
         stopped: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), ArtifactError> {

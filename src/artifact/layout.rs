@@ -31,6 +31,11 @@ pub enum Content {
         /// Which.
         id: TensorId,
     },
+    /// A tensor that stands aside, decoded to plain floats.
+    DecodedSide {
+        /// The tensor that holds its codes.
+        source: String,
+    },
     /// The packed codes of a weight.
     Codes {
         /// Which.

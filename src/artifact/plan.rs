@@ -2,9 +2,11 @@
 
 use super::config::{self, Caveat};
 use super::error::ArtifactError;
+use super::inventory::Inventory;
 use super::layout::{self, Content, Shard, Tensor, Unit};
 use super::manifest::{Action, Row, Totals};
-use super::weights::{Data, Stored, Weights};
+use super::weights::{Data, Stored};
+use crate::checkpoint::mxfp4;
 use crate::ids::{Part, Role, TensorId};
 use crate::quant::format::{Bits, Format, Group};
 use crate::tensor::Dtype;
@@ -38,7 +40,7 @@ pub struct Plan {
 }
 
 /// Decides what every tensor of the source becomes.
-pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes: u64) -> Result<Plan, ArtifactError> {
+pub fn plan(weights: &Inventory, choose: impl Fn(TensorId) -> Choice, shard_bytes: u64) -> Result<Plan, ArtifactError> {
     let checkpoint = weights.checkpoint();
     let scale_dtype = scale_dtype(weights);
     let mut planner = Planner {
@@ -51,7 +53,11 @@ pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes:
         open: None,
     };
     for (id, shape) in weights.tensors() {
-        planner.model_tensor(*id, shape, choose(*id))?;
+        // Biases lie in fused tensors as the weights do, and go where these go.
+        let of_weight = TensorId { part: Part::Weight, ..*id };
+        let apart = id.part == Part::Bias
+            && (choose(of_weight).format != Format::Source || matches!(weights.stored(of_weight), Some(Stored::Mxfp4 { .. })));
+        planner.model_tensor(*id, shape, choose(*id), apart)?;
     }
     for name in weights.side_tensors() {
         planner.side_tensor(name)?;
@@ -59,7 +65,7 @@ pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes:
     let Planner { units, rows, .. } = planner;
     let shards = layout::arrange(units, shard_bytes);
     let quantization =
-        config::quantization_config(&weights.family().names, weights.tensors(), |id| choose(id).format, weights.side_tensors());
+        config::quantization_config(weights.names(), weights.tensors(), |id| choose(id).format, &side_matrices(weights));
     let parameters: u64 = weights.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
     let model_bytes: u64 = rows.iter().filter(|r| r.id.is_some()).map(|r| r.bytes).sum();
     let totals = Totals {
@@ -72,8 +78,14 @@ pub fn plan(weights: &Weights, choose: impl Fn(TensorId) -> Choice, shard_bytes:
     Ok(Plan { shards, rows, config, caveats: quantization.caveats, scale_dtype, totals })
 }
 
+/// Tensors standing aside that readers may take for the weight of a linear module.
+pub fn side_matrices(weights: &Inventory) -> Vec<String> {
+    let is_matrix = |name: &&String| weights.checkpoint().entry(name).is_some_and(|e| e.shape.len() > 1);
+    weights.side_tensors().iter().filter(is_matrix).cloned().collect()
+}
+
 /// The model's type, in which scales are stored; that of the first plain tensor where the config names none.
-pub fn scale_dtype(weights: &Weights) -> Dtype {
+pub fn scale_dtype(weights: &Inventory) -> Dtype {
     if let Some(dtype) = config::model_dtype(weights.checkpoint().config()) {
         return dtype;
     }
@@ -82,7 +94,7 @@ pub fn scale_dtype(weights: &Weights) -> Dtype {
 }
 
 struct Planner<'a> {
-    weights: &'a Weights,
+    weights: &'a Inventory,
     scale_dtype: Dtype,
     units: Vec<Unit>,
     rows: Vec<Row>,
@@ -93,10 +105,11 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn model_tensor(&mut self, id: TensorId, shape: &[usize], choice: Choice) -> Result<(), ArtifactError> {
+    /// `apart`: a part of a fused tensor becomes a tensor of its own even where it is not quantized.
+    fn model_tensor(&mut self, id: TensorId, shape: &[usize], choice: Choice, apart: bool) -> Result<(), ArtifactError> {
         let vanished = || ArtifactError::Vanished { tensor: id.to_string() };
         let stored = self.weights.stored(id).ok_or_else(vanished)?;
-        let names = self.weights.family().names;
+        let names = self.weights.names();
         let elements: usize = shape.iter().product();
         let (tensors, shapes, action) = match (stored, choice.format) {
             (Stored::Packed { module, .. }, _) => {
@@ -104,28 +117,34 @@ impl Planner<'_> {
                 return Err(ArtifactError::AlreadyQuantized { dir, tensor: module.clone() });
             }
             (Stored::Plain { name }, Format::Source) => (vec![self.copy(name)?], Vec::new(), Action::Copied),
-            (Stored::Slice { fused }, Format::Source) => {
-                let once = self.copied.insert(fused.tensor.clone());
-                (if once { vec![self.copy(&fused.tensor)?] } else { Vec::new() }, Vec::new(), Action::Copied)
+            (Stored::Slice { .. } | Stored::Gather { .. }, Format::Source) if !apart => {
+                let whole = stored.first_tensor();
+                let once = self.copied.insert(whole.clone());
+                (if once { vec![self.copy(&whole)?] } else { Vec::new() }, Vec::new(), Action::Copied)
             }
-            (Stored::Fp8 { name, .. }, Format::Source) => {
-                let content = Content::Decoded { id };
-                let tensor = Tensor { name: name.clone(), dtype: self.scale_dtype, shape: shape.to_vec(), content };
-                (vec![tensor], Vec::new(), Action::Decoded)
+            (stored, Format::Source) => {
+                let part = if id.part == Part::Bias { "bias" } else { "weight" };
+                let split = matches!(stored, Stored::Slice { .. } | Stored::Gather { .. });
+                let dtype = if split { self.source_dtype(&stored.first_tensor())? } else { self.scale_dtype };
+                let name = format!("{}.{part}", names.module(id));
+                let tensor = Tensor { name, dtype, shape: shape.to_vec(), content: Content::Decoded { id } };
+                (vec![tensor], Vec::new(), if split { Action::Split } else { Action::Decoded })
             }
             (stored, Format::Int { bits, group }) => {
                 let &[rows, cols] = shape else { return Err(vanished()) };
                 let (codes, scales, dims) = quantized(&names.module(id), id, [rows, cols], bits, group, self.scale_dtype);
-                let action = if matches!(stored, Stored::Slice { .. }) { Action::Split } else { Action::Quantized };
+                let rank = self.weights.checkpoint().entry(&stored.first_tensor()).map_or(2, |e| e.shape.len());
+                let action = if rank > 2 { Action::Split } else { Action::Quantized };
                 (vec![codes, scales], vec![dims], action)
             }
         };
         let source_bytes: u64 = match stored {
-            Stored::Slice { fused } => self.source_dtype(&fused.tensor)?.bytes(elements) as u64,
+            Stored::Slice { .. } | Stored::Gather { .. } => self.source_dtype(&stored.first_tensor())?.bytes(elements) as u64,
+            Stored::Mxfp4 { rows, cols, .. } => (rows * (cols / 2 + cols / mxfp4::BLOCK)) as u64,
             _ => self.weights.file_tensors(id).iter().map(|n| self.entry_bytes(n)).sum::<Result<u64, _>>()?,
         };
         let bytes = match (stored, choice.format) {
-            (Stored::Slice { .. }, Format::Source) => source_bytes,
+            (Stored::Slice { .. } | Stored::Gather { .. }, Format::Source) => source_bytes,
             _ => tensors.iter().chain(&shapes).map(Tensor::bytes).sum(),
         };
         let format = match choice.format {
@@ -162,7 +181,8 @@ impl Planner<'_> {
         let bytes = self.entry_bytes(name)?;
         let dtype = self.source_dtype(name)?.name().to_lowercase();
         let embed = TensorId::global(Role::Embed);
-        if name == "lm_head.weight" && self.weights.spec().tied {
+        let outline = self.weights.outline();
+        if name.ends_with("lm_head.weight") && outline.tied {
             let same = match (self.weights.checkpoint().tensor(name), self.weights.get(embed).map(|w| w.data)) {
                 (Some(head), Some(Data::Plain { bytes, .. })) => head.bytes == bytes,
                 _ => false,
@@ -173,10 +193,22 @@ impl Planner<'_> {
                 return Ok(());
             }
         }
-        let unit = Unit { tensors: vec![self.copy(name)?], shapes: Vec::new() };
-        self.units.push(unit);
-        let reason = Some("not used by the forward pass".to_string());
-        self.record(None, vec![name.into()], Action::Copied, dtype, reason, [bytes, bytes]);
+        let reason = self.weights.aside(name).map(|why| why.to_string());
+        let stored = self.weights.side_stored(name);
+        let coded = stored.filter(|s| matches!(s, Stored::Fp8 { .. } | Stored::Mxfp4 { .. }));
+        let (tensor, files, action) = match coded {
+            None => (self.copy(name)?, vec![name.to_string()], Action::Copied),
+            Some(stored) => {
+                let rows_cols = self.weights.side(name).map(|w| vec![w.rows, w.cols]).unwrap_or_default();
+                let content = Content::DecodedSide { source: name.into() };
+                let tensor = Tensor { name: name.into(), dtype: self.scale_dtype, shape: rows_cols, content };
+                (tensor, stored.file_tensors(), Action::Decoded)
+            }
+        };
+        let source_bytes = files.iter().map(|n| self.entry_bytes(n)).sum::<Result<u64, _>>()?;
+        let (format, bytes) = (tensor.dtype.name().to_lowercase(), tensor.bytes());
+        self.units.push(Unit { tensors: vec![tensor], shapes: Vec::new() });
+        self.record(None, files, action, format, reason, [source_bytes, bytes]);
         Ok(())
     }
 
@@ -193,14 +225,7 @@ impl Planner<'_> {
             Some(e) => id.to_string().replacen(&format!("experts.{}.", e.0), "experts.*.", 1),
             None => id.to_string(),
         });
-        let of_expert = id.and_then(|id| id.expert);
-        let source: Vec<String> = source
-            .into_iter()
-            .map(|n| match of_expert {
-                Some(e) => n.replacen(&format!(".experts.{}.", e.0), ".experts.*.", 1),
-                None => n,
-            })
-            .collect();
+        let source: Vec<String> = source.into_iter().map(|n| without_expert(&n)).collect();
         let key = (starred.clone().or_else(|| source.first().cloned()), action, format.clone(), reason.clone());
         match self.row_of.get(&key) {
             Some(&i) => {
@@ -232,6 +257,14 @@ impl Planner<'_> {
         let entry = self.weights.checkpoint().entry(name);
         entry.map(|e| e.range.len() as u64).ok_or_else(|| ArtifactError::Vanished { tensor: name.into() })
     }
+}
+
+/// A name with `*` in place of the expert's number.
+fn without_expert(name: &str) -> String {
+    const BEFORE: &str = ".experts.";
+    let Some(at) = name.find(BEFORE).map(|at| at + BEFORE.len()) else { return name.into() };
+    let digits = name[at..].bytes().take_while(u8::is_ascii_digit).count();
+    if digits == 0 { name.into() } else { format!("{}*{}", &name[..at], &name[at + digits..]) }
 }
 
 /// The three tensors of a quantized weight: packed codes, scales, shape.

@@ -48,7 +48,7 @@ enum Chunk<'a> {
 
 #[derive(Clone, Copy)]
 enum What {
-    Floats,
+    Floats { dtype: Dtype },
     Codes { id: TensorId, bits: Bits, group: Group },
 }
 
@@ -153,20 +153,26 @@ impl<'a> Batch<'a> {
                 let checkpoint = weights.checkpoint();
                 let view = checkpoint.tensor(source).ok_or_else(|| ArtifactError::Vanished { tensor: source.clone() })?;
                 let element = view.dtype.bits().div_ceil(8).max(1);
-                let checked = view.dtype.is_float() && !weights.side_tensors().contains(source);
+                let checked = view.dtype.is_float() && weights.aside(source).is_none();
                 for (i, bytes) in view.bytes.chunks(COPY_BYTES).enumerate() {
                     let from = Place { tensor: source.into(), shape: view.shape.clone(), first: i * COPY_BYTES / element };
                     self.push(Chunk::Copy { bytes, dtype: view.dtype, from, checked }, bytes.len())?;
                 }
                 self.push(Chunk::Release(source.clone()), 0)
             }
-            Content::Decoded { id } => self.rows(*id, What::Floats),
+            Content::Decoded { id } => self.weight(*id, What::Floats { dtype: tensor.dtype }),
+            Content::DecodedSide { source } => {
+                let vanished = || ArtifactError::Vanished { tensor: source.clone() };
+                let (weight, stored) =
+                    (weights.side(source).ok_or_else(vanished)?, weights.side_stored(source).ok_or_else(vanished)?);
+                self.rows(weight, stored, What::Floats { dtype: tensor.dtype })
+            }
             Content::Codes { id, bits, group } => match self.job.solved.and_then(|s| s.get(*id)) {
                 Some(packed) => {
                     self.push(Chunk::Chosen { id: *id, words: packed.words, scales: packed.scales }, packed.words.len())?;
                     weights.file_tensors(*id).into_iter().try_for_each(|name| self.push(Chunk::Release(name), 0))
                 }
-                None => self.rows(*id, What::Codes { id: *id, bits: *bits, group: *group }),
+                None => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group }),
             },
             Content::Scales { id } => self.push(Chunk::Scales(*id), 0),
             Content::Shape { shape } => {
@@ -175,14 +181,17 @@ impl<'a> Batch<'a> {
         }
     }
 
-    fn rows(&mut self, id: TensorId, what: What) -> Result<(), Stop> {
+    fn weight(&mut self, id: TensorId, what: What) -> Result<(), Stop> {
         let weights = self.job.weights;
         let vanished = || ArtifactError::Vanished { tensor: id.to_string() };
-        let weight = weights.get(id).ok_or_else(vanished)?;
-        let names = weights.file_tensors(id);
-        let tensor = names.first().ok_or_else(vanished)?;
-        let (shape, first) = match weights.stored(id) {
-            Some(Stored::Slice { fused }) => (fused.shape.to_vec(), fused.first_row * weight.cols),
+        self.rows(weights.get(id).ok_or_else(vanished)?, weights.stored(id).ok_or_else(vanished)?, what)
+    }
+
+    fn rows(&mut self, weight: Weight<'a>, stored: &Stored, what: What) -> Result<(), Stop> {
+        let names = stored.file_tensors();
+        let tensor = stored.first_tensor();
+        let (shape, first) = match stored {
+            Stored::Slice { fused } => (fused.shape.to_vec(), fused.first_row * weight.cols),
             _ => (vec![weight.rows, weight.cols], 0),
         };
         let step = (CHUNK_ELEMENTS / weight.cols.max(1)).max(1);
@@ -242,19 +251,22 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
             let decoded = weight.decode_rows(floats, rows.start);
             decoded
                 .map_err(|source| ArtifactError::Decode { tensor: from.tensor.clone().into_owned(), source: Box::new(source) })?;
-            let target = job.plan.scale_dtype;
+            let target = match what {
+                What::Floats { dtype } => dtype,
+                What::Codes { .. } => job.plan.scale_dtype,
+            };
             let narrow = matches!(&weight.data, Data::Plain { dtype, .. } if *dtype == target || *dtype == Dtype::F16);
             // Choosing codes finds values that are no numbers; what else may happen to them must not come first.
-            if !narrow || matches!(what, What::Floats) {
+            if !narrow || matches!(what, What::Floats { .. }) {
                 finite(floats, &from)?;
             }
             if !narrow {
                 within(floats, target, &from)?;
             }
             let done = match what {
-                What::Floats => {
-                    let mut bytes = vec![0; target.bytes(floats.len())];
-                    tensor::encode(&mut bytes, target, floats);
+                What::Floats { dtype } => {
+                    let mut bytes = vec![0; dtype.bytes(floats.len())];
+                    tensor::encode(&mut bytes, dtype, floats);
                     Done::Owned(bytes)
                 }
                 What::Codes { id, bits, group } => {

@@ -3,16 +3,20 @@
 //! Opening checks names both ways from headers alone: every tensor the spec implies exists with its shape, every tensor in
 //! the files is claimed. Reading is zero-copy: a [`Weight`] borrows the mapped file in the format it is stored in.
 
+use super::inventory::Inventory;
 use super::solved::Solved;
-use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::checkpoint::{Checkpoint, CheckpointError, mxfp4};
 use crate::ids::{Part, TensorId};
 use crate::model::config::ConfigError;
 use crate::model::family::{self, Family};
 use crate::model::names::{self, Fused};
+use crate::model::outline::Outline;
 use crate::model::spec::{Ffn, ModelSpec};
-use crate::quant::format::{Bits, Format, Group, Packed};
+use crate::model::structure::{Aside, StructureError};
+use crate::quant::format::{Bits, Group, Packed};
 use crate::tensor::{Dtype, TensorView};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -31,10 +35,13 @@ pub enum WeightsError {
         /// The directory.
         dir: PathBuf,
         /// `model_type`.
-        family: &'static str,
+        family: String,
         /// One line each.
         problems: Vec<String>,
     },
+    /// The family is none that this version runs, and its structure does not tell enough.
+    #[error(transparent)]
+    Structure(#[from] StructureError),
     /// A quantization this version does not read.
     #[error("{}: `quantization_config` has {what}, which this version does not read", dir.display())]
     Quantization {
@@ -51,9 +58,10 @@ impl WeightsError {
         match self {
             WeightsError::Checkpoint(e) => e.hint(),
             WeightsError::Config(e) => e.hint(),
+            WeightsError::Structure(e) => e.hint(),
             WeightsError::Tensors { .. } => Some("config.json and the weight files may come from different models".into()),
             WeightsError::Quantization { .. } => {
-                Some("readable are 16-bit and 32-bit floats, FP8 blocks, and compressed-tensors `pack-quantized` symmetric int4 and int8".into())
+                Some("readable are 16-bit and 32-bit floats, FP8 and MXFP4 blocks, and compressed-tensors `pack-quantized` symmetric int4 and int8".into())
             }
         }
     }
@@ -81,6 +89,34 @@ pub enum Stored {
         /// Which rows of which tensor.
         fused: Fused,
     },
+    /// Values of a fused tensor that lie apart.
+    Gather {
+        /// Its name.
+        tensor: String,
+        /// Element of the first value.
+        first: usize,
+        /// Elements from row to row and from column to column.
+        strides: [usize; 2],
+        /// Rows.
+        rows: usize,
+        /// Columns.
+        cols: usize,
+    },
+    /// Rows of 4-bit floats with a power of two for each 32 columns.
+    Mxfp4 {
+        /// The codes.
+        codes: String,
+        /// The scales.
+        scales: String,
+        /// Stored row that is row 0.
+        first_row: usize,
+        /// Stored rows from one to the next.
+        step: usize,
+        /// Rows.
+        rows: usize,
+        /// Columns.
+        cols: usize,
+    },
     /// `weight_packed`, `weight_scale`, `weight_shape` of a module.
     Packed {
         /// The module.
@@ -101,15 +137,31 @@ pub enum Stored {
     },
 }
 
-/// A model directory, opened and checked; some of its tensors may be taken from elsewhere.
+impl Stored {
+    /// The tensors in the files.
+    pub fn file_tensors(&self) -> Vec<String> {
+        match self {
+            Stored::Plain { name } => vec![name.clone()],
+            Stored::Slice { fused } => vec![fused.tensor.clone()],
+            Stored::Gather { tensor, .. } => vec![tensor.clone()],
+            Stored::Mxfp4 { codes, scales, .. } => vec![codes.clone(), scales.clone()],
+            Stored::Packed { module, .. } => ["packed", "scale", "shape"].map(|s| format!("{module}.weight_{s}")).to_vec(),
+            Stored::Fp8 { name, scale, .. } => vec![name.clone(), scale.clone()],
+        }
+    }
+
+    /// The tensor that holds the values or codes.
+    pub fn first_tensor(&self) -> String {
+        self.file_tensors().swap_remove(0)
+    }
+}
+
+/// A model directory that the engines can run, opened and checked: an inventory, what it means, and tensors taken from elsewhere.
 #[derive(Clone)]
 pub struct Weights {
-    checkpoint: Arc<Checkpoint>,
+    inventory: Arc<Inventory>,
     family: &'static Family,
     spec: ModelSpec,
-    stored: HashMap<TensorId, Stored>,
-    order: Vec<(TensorId, Vec<usize>)>,
-    side: Vec<String>,
     patches: Vec<Patch>,
 }
 
@@ -163,6 +215,17 @@ pub enum Data<'a> {
         /// `rows * cols` elements.
         bytes: &'a [u8],
     },
+    /// Floats that lie apart.
+    Gather {
+        /// Element type.
+        dtype: Dtype,
+        /// From the first value on.
+        bytes: &'a [u8],
+        /// Elements from row to row and from column to column.
+        strides: [usize; 2],
+    },
+    /// Four-bit floats with block scales.
+    Mxfp4(mxfp4::Rows<'a>),
     /// Packed integers with scales.
     Packed(Packed<'a>),
     /// FP8 with block scales.
@@ -186,6 +249,11 @@ impl Weight<'_> {
                 crate::tensor::decode(dst, *dtype, &bytes[first * row_bytes..(first + n) * row_bytes]);
                 Ok(())
             }
+            Data::Gather { dtype, bytes, strides } => {
+                gather(dst, *dtype, bytes, *strides, self.cols, first);
+                Ok(())
+            }
+            Data::Mxfp4(rows) => rows.decode(dst, self.cols, first),
             Data::Packed(p) => {
                 p.dequantize_rows(dst, first);
                 Ok(())
@@ -207,9 +275,32 @@ impl Weight<'_> {
     pub fn stored_bytes(&self) -> usize {
         match &self.data {
             Data::Plain { bytes, .. } => bytes.len(),
+            Data::Gather { dtype, .. } => dtype.bytes(self.rows * self.cols),
+            Data::Mxfp4(_) => self.rows * (self.cols / 2 + self.cols / mxfp4::BLOCK),
             Data::Packed(p) => p.words.len() + p.scales.len(),
             Data::Fp8 { codes, scale, .. } => codes.bytes.len() + scale.bytes.len(),
         }
+    }
+}
+
+/// Decodes rows `first ..` whose columns lie `strides[1]` elements apart.
+fn gather(dst: &mut [f32], dtype: Dtype, bytes: &[u8], strides: [usize; 2], cols: usize, first: usize) {
+    let rows = dst.len() / cols.max(1);
+    // One column's values span a run of the file, which is decoded whole.
+    let mut run = vec![0.0; (rows.max(1) - 1) * strides[0] + 1];
+    for c in 0..cols {
+        let at = dtype.bytes(first * strides[0] + c * strides[1]);
+        let end = at + dtype.bytes(run.len());
+        crate::tensor::decode(&mut run, dtype, &bytes[at..end]);
+        run.iter().step_by(strides[0].max(1)).enumerate().for_each(|(r, x)| dst[r * cols + c] = *x);
+    }
+}
+
+impl Deref for Weights {
+    type Target = Inventory;
+
+    fn deref(&self) -> &Inventory {
+        &self.inventory
     }
 }
 
@@ -221,6 +312,12 @@ impl Weights {
 
     /// Checks an opened checkpoint against its config.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Self, WeightsError> {
+        let (inventory, family, spec) = Self::read(checkpoint)?;
+        Ok(Self { inventory: Arc::new(inventory), family, spec, patches: Vec::new() })
+    }
+
+    /// The tensors of a checkpoint, and what they mean together.
+    pub(super) fn read(checkpoint: Checkpoint) -> Result<(Inventory, &'static Family, ModelSpec), WeightsError> {
         let (family, spec) = family::read(checkpoint.config())?;
         let block = quantization(&checkpoint)?;
         let order = names::tensors(&spec);
@@ -231,31 +328,33 @@ impl Weights {
                 stored.insert(*id, found);
             }
         }
-        let Finder { claimed, mut problems, .. } = finder;
-        let mut side = Vec::new();
+        let Finder { claimed, mut problems, block, .. } = finder;
+        let (mut side, mut asides) = (Vec::new(), HashMap::new());
+        let mut scales: HashSet<String> = HashSet::new();
         for name in checkpoint.names().filter(|n| !claimed.contains(*n)) {
             let twin_of_embedding = spec.tied && name == "lm_head.weight";
             if twin_of_embedding || family.names.is_side_tensor(name, spec.layers.len()) {
+                let stored = side_form(&checkpoint, name, block);
+                scales.extend(stored.file_tensors().into_iter().skip(1));
                 side.push(name.to_string());
+                asides.insert(name.to_string(), (stored, Aside::Unused));
             } else {
                 problems.push(format!("`{name}` {} is not part of this model", shape_of(&checkpoint, name)));
             }
         }
+        side.retain(|name| !scales.contains(name));
         if problems.is_empty() {
-            Ok(Self { family, spec, stored, order, side, checkpoint: Arc::new(checkpoint), patches: Vec::new() })
+            let (outline, names) = (Outline::of(&spec), Box::new(family.names));
+            let inventory = Inventory { checkpoint, outline, names, stored, order, side, asides };
+            Ok((inventory, family, spec))
         } else {
-            Err(WeightsError::Tensors { dir: checkpoint.dir().to_path_buf(), family: family.model_type, problems })
+            Err(WeightsError::Tensors { dir: checkpoint.dir().to_path_buf(), family: family.model_type.into(), problems })
         }
     }
 
     /// The same model with tensors taken from elsewhere; the first patch that has one gives it.
     pub fn patched(&self, patches: Vec<Patch>) -> Self {
         Self { patches, ..self.clone() }
-    }
-
-    /// The files below.
-    pub fn checkpoint(&self) -> &Checkpoint {
-        &self.checkpoint
     }
 
     /// The family's row.
@@ -268,113 +367,36 @@ impl Weights {
         &self.spec
     }
 
-    /// Every tensor of the model with its shape, in order of computation.
-    pub fn tensors(&self) -> &[(TensorId, Vec<usize>)] {
-        &self.order
-    }
-
-    /// Tensors in the files that the forward pass does not use.
-    pub fn side_tensors(&self) -> &[String] {
-        &self.side
-    }
-
-    /// How an id is stored.
-    pub fn stored(&self, id: TensorId) -> Option<&Stored> {
-        self.stored.get(&id)
-    }
-
-    /// The names of the tensors in the files that hold an id.
-    pub fn file_tensors(&self, id: TensorId) -> Vec<String> {
-        match self.stored.get(&id) {
-            None => Vec::new(),
-            Some(Stored::Plain { name }) => vec![name.clone()],
-            Some(Stored::Slice { fused }) => vec![fused.tensor.clone()],
-            Some(Stored::Packed { module, .. }) => ["packed", "scale", "shape"].map(|s| format!("{module}.weight_{s}")).to_vec(),
-            Some(Stored::Fp8 { name, scale, .. }) => vec![name.clone(), scale.clone()],
-        }
-    }
-
-    /// Format an id is stored in; plain and FP8 floats count as [`Format::Source`].
-    pub fn format(&self, id: TensorId) -> Option<Format> {
-        self.stored.get(&id).map(|s| match s {
-            Stored::Packed { bits, group, .. } => Format::Int { bits: *bits, group: *group },
-            _ => Format::Source,
-        })
-    }
-
-    /// Element type of an id's tensor in the files, the packed words' for quantized ones.
-    pub fn dtype(&self, id: TensorId) -> Option<Dtype> {
-        let name = self.file_tensors(id).into_iter().next()?;
-        self.checkpoint.entry(&name).map(|e| e.dtype)
-    }
-
     /// Reads a weight; `None` if the model has no such tensor.
     pub fn get(&self, id: TensorId) -> Option<Weight<'_>> {
         if let Some(weight) = self.patches.iter().find_map(|p| p.get(id)) {
             return Some(weight);
         }
-        let tensor = |name: &str| self.checkpoint.tensor(name);
-        let weight = match self.stored.get(&id)? {
-            Stored::Plain { name } => {
-                let t = tensor(name)?;
-                let cols = t.shape.last().copied().unwrap_or(1);
-                let rows = t.len() / cols.max(1);
-                Weight { rows, cols, data: Data::Plain { dtype: t.dtype, bytes: t.bytes } }
-            }
-            Stored::Slice { fused } => {
-                let t = tensor(&fused.tensor)?;
-                let cols = fused.shape[2];
-                let row_bytes = t.dtype.bytes(cols);
-                let bytes = &t.bytes[fused.first_row * row_bytes..(fused.first_row + fused.rows) * row_bytes];
-                Weight { rows: fused.rows, cols, data: Data::Plain { dtype: t.dtype, bytes } }
-            }
-            Stored::Packed { module, bits, group } => {
-                let (words, scales) = (tensor(&format!("{module}.weight_packed"))?, tensor(&format!("{module}.weight_scale"))?);
-                let (rows, cols) = self.matrix(id)?;
-                let group = match group {
-                    Group::Of(n) => *n,
-                    Group::Channel => cols,
-                };
-                let packed = Packed {
-                    bits: *bits,
-                    group,
-                    rows,
-                    cols,
-                    words: words.bytes,
-                    scales: scales.bytes,
-                    scale_dtype: scales.dtype,
-                };
-                Weight { rows, cols, data: Data::Packed(packed) }
-            }
-            Stored::Fp8 { name, scale, block } => {
-                let (codes, scale) = (tensor(name)?, tensor(scale)?);
-                let (rows, cols) = self.matrix(id)?;
-                Weight { rows, cols, data: Data::Fp8 { codes, scale, block: *block } }
-            }
-        };
-        Some(weight)
-    }
-
-    fn matrix(&self, id: TensorId) -> Option<(usize, usize)> {
-        let name = match self.stored.get(&id)? {
-            Stored::Packed { module, .. } => format!("{module}.weight_packed"),
-            Stored::Fp8 { name, .. } => name.clone(),
-            _ => return None,
-        };
-        let shape = &self.checkpoint.entry(&name)?.shape;
-        let cols = match self.stored.get(&id)? {
-            Stored::Packed { bits, .. } => shape[1] * 32 / bits.count(),
-            _ => shape[1],
-        };
-        Some((shape[0], cols))
+        self.inventory.get(id)
     }
 
     /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.
     pub fn release<'a>(&self, ids: impl IntoIterator<Item = &'a TensorId>) {
-        for &id in ids {
-            self.patches.iter().for_each(|p| p.release(id));
-            self.file_tensors(id).iter().for_each(|name| self.checkpoint.release(name));
+        for id in ids {
+            self.patches.iter().for_each(|p| p.release(*id));
+            self.inventory.release([id]);
         }
+    }
+}
+
+/// How a tensor that the forward pass does not use is stored: as floats of any kind, or as FP8 codes with scales.
+fn side_form(checkpoint: &Checkpoint, name: &str, block: [usize; 2]) -> Stored {
+    let coded = checkpoint.entry(name).is_some_and(|e| e.dtype == Dtype::F8E4M3 && e.shape.len() == 2);
+    let module = name.strip_suffix(".weight").filter(|_| coded);
+    let scale = module.and_then(|module| {
+        ["weight_scale_inv", "weight_scale", "scale"]
+            .map(|s| format!("{module}.{s}"))
+            .into_iter()
+            .find(|s| checkpoint.entry(s).is_some())
+    });
+    match scale {
+        Some(scale) => Stored::Fp8 { name: name.into(), scale, block },
+        None => Stored::Plain { name: name.into() },
     }
 }
 
@@ -383,7 +405,7 @@ fn shape_of(checkpoint: &Checkpoint, name: &str) -> String {
 }
 
 /// Accepts absent, compressed-tensors and FP8 block quantization; returns the FP8 block.
-fn quantization(checkpoint: &Checkpoint) -> Result<[usize; 2], WeightsError> {
+pub(super) fn quantization(checkpoint: &Checkpoint) -> Result<[usize; 2], WeightsError> {
     let block = [128, 128];
     let Some(config) = checkpoint.config().get("quantization_config").filter(|v| !v.is_null()) else { return Ok(block) };
     let refuse = |what: String| Err(WeightsError::Quantization { dir: checkpoint.dir().to_path_buf(), what });
@@ -408,6 +430,7 @@ fn quantization(checkpoint: &Checkpoint) -> Result<[usize; 2], WeightsError> {
                 _ => refuse(format!("`weight_block_size` = {v}")),
             },
         },
+        Some("mxfp4") => Ok(block),
         other => refuse(format!("`quant_method` = {}", other.unwrap_or("nothing"))),
     }
 }

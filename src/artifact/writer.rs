@@ -1,6 +1,7 @@
 //! Writes an artifact: carries out a [`Plan`], adds the side files, and ends with the manifest.
 
 use super::error::ArtifactError;
+use super::inventory::Inventory;
 use super::journal::{Begun, Journal};
 use super::layout;
 use super::manifest::{self, FileSum, Manifest, Recipe, Source, VERSION};
@@ -8,7 +9,6 @@ use super::plan::Plan;
 use super::solved::Solved;
 use super::stream::write_shards;
 use super::sums::{hash_files, hex};
-use super::weights::Weights;
 use crate::files::{self, Existing, JOURNAL, OutputDir};
 use crate::quant::round::Method;
 use serde_json::Value;
@@ -20,7 +20,7 @@ use std::time::Duration;
 /// Where and how an artifact is written.
 pub struct Job<'a> {
     /// The source.
-    pub weights: &'a Weights,
+    pub weights: &'a Inventory,
     /// What becomes of it.
     pub plan: &'a Plan,
     /// For the manifest.
@@ -133,7 +133,7 @@ fn fill(job: &Job<'_>, recipe: Recipe, dir: &Path, journal: &Journal) -> Result<
     let manifest = Manifest {
         version: VERSION,
         tool: env!("CARGO_PKG_VERSION").into(),
-        family: job.weights.family().model_type.into(),
+        family: job.weights.outline().model_type.clone(),
         source: Source {
             name: checkpoint.dir().file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned()),
             files: std::iter::once(config_sum).chain(sources).collect(),

@@ -22,6 +22,8 @@ pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 const LENGTH_BYTES: u64 = 8;
 /// No tensor library goes beyond; bounds what one entry can make us allocate.
 const MAX_RANK: usize = 64;
+/// More than any disk holds, with room for sums and multiples.
+const MAX_TENSOR_BITS: u64 = 1 << 56;
 const METADATA: &str = "__metadata__";
 const LFS_MAGIC: &[u8] = b"version https://git-lfs";
 
@@ -94,8 +96,10 @@ fn check_entry(path: &Path, name: &str, raw: &RawEntry) -> Result<(u64, u64), Ch
         return Err(CheckpointError::OffsetsReversed { path, tensor, begin, end });
     };
     let shape = raw.shape.0.clone();
-    let elements = if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64)) };
-    let Some(bits) = elements.and_then(|n| n.checked_mul(dtype.bits() as u64)) else {
+    // Dimensions beside a zero are bounded too, so that sizes computed from some of them stay within 64 bits.
+    let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul((d as u64).max(1)));
+    let bits = elements.and_then(|n| n.checked_mul(dtype.bits() as u64)).filter(|&bits| bits <= MAX_TENSOR_BITS);
+    let Some(bits) = bits.map(|bits| if shape.contains(&0) { 0 } else { bits }) else {
         return Err(CheckpointError::ShapeOverflow { path, tensor, dtype, shape });
     };
     if bits % 8 != 0 {

@@ -8,6 +8,7 @@ mod error;
 pub mod fp8;
 mod header;
 mod layout;
+pub mod mxfp4;
 
 use std::collections::btree_map;
 use std::collections::{BTreeMap, BTreeSet};

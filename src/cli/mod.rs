@@ -2,6 +2,7 @@
 
 mod bench;
 mod doctor;
+mod export;
 mod inspect;
 mod logits;
 mod measure;
@@ -13,6 +14,7 @@ mod verify;
 
 pub use bench::BenchArgs;
 pub use doctor::DoctorArgs;
+pub use export::ExportArgs;
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
@@ -76,6 +78,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Check an artifact: names, shapes, scales, checksums.
     Verify(VerifyArgs),
+    /// Write a GGUF file for llama.cpp.
+    Export(ExportArgs),
     /// Check the GPU: driver, compiler, memory, bandwidth, and every kernel against the processor.
     Doctor(DoctorArgs),
 }

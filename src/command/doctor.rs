@@ -8,6 +8,7 @@ use crate::engine::cuda::{Kernels, measure, module};
 use crate::engine::parity::{self, Trial};
 use crate::report::{Out, bytes, table};
 use anyhow::Result;
+use std::collections::BTreeSet;
 
 /// Relative error above which a row is pointed out although it is within its bound.
 const NOTABLE: f64 = 1e-3;
@@ -57,6 +58,7 @@ pub fn doctor(args: &DoctorArgs, out: Out) -> Result<Status> {
     ));
     let mut rows = Vec::new();
     if !args.quick {
+        module::set_unfit(&p, &[]);
         for kernels in [Kernels::Plain, Kernels::Fast] {
             let mut found = parity::rows(Trial { disturb: 1.0, kernels }, &mut |_| ())?;
             found.retain(|r| kernels == Kernels::Plain || !r.step.ends_with("(plain)") && r.step != "embed");
@@ -78,10 +80,21 @@ pub fn doctor(args: &DoctorArgs, out: Out) -> Result<Status> {
         out.line(table(&["kernel", "format", "error", "bound", ""], &cells));
     }
     let wrong = rows.iter().filter(|r| !r.holds()).count();
+    let blocks: BTreeSet<String> =
+        rows.iter().filter(|r| !r.holds()).filter_map(|r| Some(r.step.split_once(' ')?.0.into())).collect();
+    let blocks: Vec<String> = blocks.into_iter().collect();
+    if !args.quick {
+        module::set_unfit(&p, &blocks);
+    }
     out.line(match (args.quick, wrong) {
         (true, _) => "kernels were not compared".into(),
         (false, 0) => format!("all {} kernels compute what the processor computes", rows.len()),
-        (false, n) => format!("{n} of {} kernels are wrong on this machine", rows.len()),
+        (false, n) if blocks.is_empty() => format!("{n} of {} kernels are wrong on this machine", rows.len()),
+        (false, n) => format!(
+            "{n} of {} kernels are wrong on this machine; from now on plain kernels run here: {}",
+            rows.len(),
+            blocks.join(", ")
+        ),
     });
     out.json(&serde_json::json!({
         "command": "doctor", "tool": env!("CARGO_PKG_VERSION"), "gpu": p, "free_bytes": free, "compiler": compiler.ok(),

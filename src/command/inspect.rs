@@ -2,11 +2,14 @@
 
 use super::Status;
 use crate::artifact::config::quantization_config;
+use crate::artifact::inventory::Inventory;
 use crate::artifact::plan;
-use crate::artifact::weights::{Stored, Weights};
+use crate::artifact::weights::{Data, Stored};
+use crate::checkpoint::mxfp4;
 use crate::cli::InspectArgs;
 use crate::ids::{Component, Role, TensorId};
-use crate::model::spec::{Attn, Ffn, ModelSpec, Moe};
+use crate::model::family;
+use crate::model::outline::{Heads, Outline};
 use crate::profile::precision::{Decisions, Profile, decide};
 use crate::quant::format::{Format, Group};
 use crate::report::{self, Out};
@@ -16,7 +19,7 @@ use serde_json::{Map, Value, json};
 
 /// Runs the command.
 pub fn inspect(args: &InspectArgs, out: Out) -> Result<Status> {
-    let weights = Weights::open(&args.model)?;
+    let weights = Inventory::open(&args.model)?;
     let sizes = Sizes::of(&weights);
     let profiles = profile_sizes(&weights)?;
     out.json(&as_json(args, &weights, &sizes, &profiles))?;
@@ -38,40 +41,34 @@ struct Sizes {
 }
 
 /// How much of a tensor one token reads: a fraction of the experts, one row of an embedding.
-fn share(spec: &ModelSpec, id: TensorId) -> f64 {
-    match id.role {
-        Role::Embed if spec.tied => 1.0,
-        Role::Embed => 1.0 / spec.vocab as f64,
-        _ if id.expert.is_some() => moe_of(spec, id).map_or(1.0, |m| m.router.top_k as f64 / m.router.experts as f64),
+fn share(outline: &Outline, id: TensorId) -> f64 {
+    match (id.role, outline.experts) {
+        (Role::Embed, _) if outline.tied => 1.0,
+        (Role::Embed, _) => 1.0 / outline.vocab.max(1) as f64,
+        (_, Some(e)) if id.expert.is_some() => e.top_k.map_or(1.0, |k| k as f64 / e.count.max(1) as f64),
         _ => 1.0,
     }
 }
 
-fn moe_of(spec: &ModelSpec, id: TensorId) -> Option<&Moe> {
-    match &spec.layers.get(id.layer?.0 as usize)?.ffn {
-        Ffn::Moe(m) => Some(m),
-        Ffn::Dense { .. } => None,
-    }
-}
-
 /// Bytes in which an id is stored now.
-fn stored_bytes(weights: &Weights, id: TensorId, shape: &[usize]) -> u64 {
+fn stored_bytes(weights: &Inventory, id: TensorId, shape: &[usize]) -> u64 {
     let checkpoint = weights.checkpoint();
     match weights.stored(id) {
-        Some(Stored::Slice { fused }) => {
-            checkpoint.entry(&fused.tensor).map_or(0, |e| e.dtype.bytes(shape.iter().product()) as u64)
+        Some(stored @ (Stored::Slice { .. } | Stored::Gather { .. })) => {
+            checkpoint.entry(&stored.first_tensor()).map_or(0, |e| e.dtype.bytes(shape.iter().product()) as u64)
         }
+        Some(Stored::Mxfp4 { rows, cols, .. }) => (rows * (cols / 2 + cols / mxfp4::BLOCK)) as u64,
         _ => weights.file_tensors(id).iter().filter_map(|n| checkpoint.entry(n)).map(|e| e.range.len() as u64).sum(),
     }
 }
 
 impl Sizes {
-    fn of(weights: &Weights) -> Self {
+    fn of(weights: &Inventory) -> Self {
         let (mut parameters, mut active) = ([0u64; 7], [0f64; 7]);
         let (mut bytes, mut active_bytes) = (0, 0.0);
         for (id, shape) in weights.tensors() {
             let n = shape.iter().product::<usize>() as u64;
-            let share = share(weights.spec(), *id);
+            let share = share(weights.outline(), *id);
             let component = Component::ALL.iter().position(|c| *c == id.role.component()).unwrap_or(0);
             parameters[component] += n;
             active[component] += n as f64 * share;
@@ -79,8 +76,8 @@ impl Sizes {
             bytes += stored;
             active_bytes += stored as f64 * share;
         }
-        let side = weights.side_tensors().iter().filter_map(|n| weights.checkpoint().entry(n));
-        let side_bytes = side.map(|e| e.range.len() as u64).sum();
+        let side = weights.side_tensors().iter().filter_map(|n| weights.side_stored(n)).flat_map(Stored::file_tensors);
+        let side_bytes = side.filter_map(|n| weights.checkpoint().entry(&n)).map(|e| e.range.len() as u64).sum();
         Self {
             parameters,
             active: active.map(|x| x.round() as u64),
@@ -102,7 +99,7 @@ struct ProfileSize {
 }
 
 /// Sizes under every built-in profile; none for a model that is quantized already.
-fn profile_sizes(weights: &Weights) -> Result<Vec<ProfileSize>> {
+fn profile_sizes(weights: &Inventory) -> Result<Vec<ProfileSize>> {
     if is_quantized(weights) {
         return Ok(Vec::new());
     }
@@ -110,10 +107,10 @@ fn profile_sizes(weights: &Weights) -> Result<Vec<ProfileSize>> {
         .into_par_iter()
         .map(|name| {
             let profile = Profile::built_in(name)?;
-            let decisions = decide(weights.tensors(), weights.spec().tied, &[], &profile);
+            let decisions = decide(weights.tensors(), weights.outline().tied, &[], &profile);
             let [bytes, model_bytes, active_bytes] = bytes_under(weights, &decisions);
-            let names = &weights.family().names;
-            let config = quantization_config(names, weights.tensors(), |id| decisions.format(id), weights.side_tensors());
+            let side = plan::side_matrices(weights);
+            let config = quantization_config(weights.names(), weights.tensors(), |id| decisions.format(id), &side);
             let parameters: usize = weights.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
             Ok(ProfileSize {
                 name: name.into(),
@@ -127,13 +124,13 @@ fn profile_sizes(weights: &Weights) -> Result<Vec<ProfileSize>> {
         .collect()
 }
 
-fn is_quantized(weights: &Weights) -> bool {
+fn is_quantized(weights: &Inventory) -> bool {
     weights.tensors().iter().any(|(id, _)| matches!(weights.stored(*id), Some(Stored::Packed { .. })))
 }
 
 /// Bytes of all tensors, of the model's alone, and of those a token reads, were they stored as decided; what
 /// [`plan::plan`] would write, without planning where. A head stored beside a tied embedding counts as its copy.
-fn bytes_under(weights: &Weights, decisions: &Decisions) -> [u64; 3] {
+fn bytes_under(weights: &Inventory, decisions: &Decisions) -> [u64; 3] {
     const SHAPE_BYTES: usize = 16;
     let scales = plan::scale_dtype(weights);
     let (mut model, mut active) = (0, 0.0);
@@ -141,39 +138,23 @@ fn bytes_under(weights: &Weights, decisions: &Decisions) -> [u64; 3] {
         let elements = shape.iter().product();
         let bytes = match (decisions.format(*id), weights.stored(*id), &shape[..]) {
             (format @ Format::Int { .. }, _, &[rows, cols]) => format.bytes(rows, cols, scales) + SHAPE_BYTES,
-            (_, Some(Stored::Fp8 { .. }), _) => scales.bytes(elements),
+            (_, Some(Stored::Fp8 { .. } | Stored::Mxfp4 { .. }), _) => scales.bytes(elements),
             _ => weights.dtype(*id).map_or(0, |d| d.bytes(elements)),
         };
         model += bytes as u64;
-        active += bytes as f64 * share(weights.spec(), *id);
+        active += bytes as f64 * share(weights.outline(), *id);
     }
-    let entry = |name: &String| weights.checkpoint().entry(name).map_or(0, |e| e.range.len() as u64);
-    let twin = |name: &String| weights.spec().tied && name == "lm_head.weight";
+    let entry = |name: &String| match weights.side(name).filter(|w| matches!(w.data, Data::Fp8 { .. } | Data::Mxfp4(_))) {
+        Some(w) => scales.bytes(w.rows * w.cols) as u64,
+        None => weights.checkpoint().entry(name).map_or(0, |e| e.range.len() as u64),
+    };
+    let twin = |name: &String| weights.outline().tied && name == "lm_head.weight";
     let side: u64 = weights.side_tensors().iter().filter(|n| !twin(n)).map(entry).sum();
     [model + side, model, active.round() as u64]
 }
 
-/// Numbers of equal parts into which engines can divide the model: heads, key/value heads (which may be repeated), and whole
-/// groups of the experts' inner width.
-fn tensor_parallel(weights: &Weights, group: usize) -> Vec<usize> {
-    let fits = |n: usize| {
-        weights.spec().layers.iter().all(|layer| {
-            let attn = match &layer.attn {
-                Attn::Gqa(a) => a.heads.is_multiple_of(n) && (a.kv_heads.is_multiple_of(n) || n.is_multiple_of(a.kv_heads)),
-                Attn::Mla(a) => a.heads.is_multiple_of(n),
-            };
-            let widths = match &layer.ffn {
-                Ffn::Dense { width } => vec![*width],
-                Ffn::Moe(m) => std::iter::once(m.width).chain(m.shared.map(|s| s.width)).collect(),
-            };
-            attn && widths.into_iter().all(|w| w.is_multiple_of(n) && (n == 1 || (w / n).is_multiple_of(group)))
-        })
-    };
-    [1, 2, 4, 8, 16].into_iter().filter(|&n| fits(n)).collect()
-}
-
 /// The group size that the experts have, or would have under the default profile.
-fn expert_group(weights: &Weights) -> usize {
+fn expert_group(weights: &Inventory) -> usize {
     let now = weights.tensors().iter().find(|(id, _)| id.expert.is_some()).and_then(|(id, _)| weights.format(*id));
     match now {
         Some(Format::Int { group: Group::Of(n), .. }) => n,
@@ -182,7 +163,7 @@ fn expert_group(weights: &Weights) -> usize {
             let expert = weights.tensors().iter().find(|(id, _)| id.expert.is_some());
             let layer = expert.and_then(|(id, _)| id.layer);
             let of_layer: Vec<_> = weights.tensors().iter().filter(|(id, _)| id.layer == layer).cloned().collect();
-            let decisions = decide(&of_layer, weights.spec().tied, &[], &p);
+            let decisions = decide(&of_layer, weights.outline().tied, &[], &p);
             match expert.map(|(id, _)| decisions.format(*id)) {
                 Some(Format::Int { group: Group::Of(n), .. }) => n,
                 _ => 1,
@@ -191,14 +172,12 @@ fn expert_group(weights: &Weights) -> usize {
     }
 }
 
-fn first_moe(spec: &ModelSpec) -> Option<&Moe> {
-    spec.layers.iter().find_map(|l| match &l.ffn {
-        Ffn::Moe(m) => Some(m),
-        Ffn::Dense { .. } => None,
-    })
+/// Whether the engines run the family.
+fn runs(outline: &Outline) -> bool {
+    family::FAMILIES.iter().any(|f| f.model_type == outline.model_type)
 }
 
-fn headline(weights: &Weights, sizes: &Sizes, profiles: &[ProfileSize]) -> String {
+fn headline(weights: &Inventory, sizes: &Sizes, profiles: &[ProfileSize]) -> String {
     let total: u64 = sizes.parameters.iter().sum();
     let active: u64 = sizes.active.iter().sum();
     let bpw = sizes.bytes as f64 * 8.0 / total.max(1) as f64;
@@ -208,39 +187,40 @@ fn headline(weights: &Weights, sizes: &Sizes, profiles: &[ProfileSize]) -> Strin
     );
     format!(
         "{}: {} parameters, {} active a token; {} now, {would}",
-        weights.spec().family,
+        weights.outline().model_type,
         report::count(total),
         report::count(active),
         report::bytes(sizes.bytes + sizes.side_bytes),
     )
 }
 
-fn show(args: &InspectArgs, weights: &Weights, sizes: &Sizes, profiles: &[ProfileSize], out: Out) {
-    let spec = weights.spec();
+fn show(args: &InspectArgs, weights: &Inventory, sizes: &Sizes, profiles: &[ProfileSize], out: Out) {
+    let outline = weights.outline();
     out.line(headline(weights, sizes, profiles));
-    let attention = match spec.layers.first().map(|l| &l.attn) {
-        Some(Attn::Gqa(a)) => format!("{} heads of {}, {} key/value heads", a.heads, a.head_dim, a.kv_heads),
-        Some(Attn::Mla(a)) => format!("{} latent heads, key/value rank {}", a.heads, a.kv_rank),
-        None => "no attention".into(),
+    let attention = match outline.attention {
+        Heads::Grouped { heads, kv_heads, head_dim } => format!("{heads} heads of {head_dim}, {kv_heads} key/value heads"),
+        Heads::Latent { heads, kv_rank, .. } => format!("{heads} latent heads, key/value rank {kv_rank}"),
+        Heads::Other { heads, kv_heads } => format!("{heads} heads, {kv_heads} key/value heads"),
     };
     out.line(format!(
         "{} layers, width {}, {attention}, vocabulary {}, {} positions{}",
-        spec.layers.len(),
-        spec.width,
-        spec.vocab,
-        spec.max_positions,
-        if spec.tied { ", head tied to the embedding" } else { "" },
+        outline.layers,
+        outline.width,
+        outline.vocab,
+        outline.max_positions,
+        if outline.tied { ", head tied to the embedding" } else { "" },
     ));
-    if let Some(m) = first_moe(spec) {
-        let shared = m.shared.map_or_else(String::new, |s| format!(", shared expert of width {}", s.width));
-        let num = spec.layers.iter().filter(|l| matches!(l.ffn, Ffn::Moe(_))).count();
-        out.line(format!(
-            "{num} layers with {} experts of width {}, {} a token{shared}",
-            m.router.experts, m.width, m.router.top_k
-        ));
+    if let Some(e) = outline.experts {
+        let shared = e.shared_width.map_or_else(String::new, |s| format!(", shared expert of width {s}"));
+        let top_k = e.top_k.map_or_else(String::new, |k| format!(", {k} a token"));
+        out.line(format!("{} layers with {} experts of width {}{top_k}{shared}", e.layers, e.count, e.width));
     }
-    let parallel: Vec<String> = tensor_parallel(weights, expert_group(weights)).iter().map(usize::to_string).collect();
-    out.line(format!("tensor parallel: {}", parallel.join(", ")));
+    if !runs(outline) {
+        out.line("this version quantizes this family, but does not run it");
+    }
+    let group = expert_group(weights);
+    let parallel: Vec<String> = outline.tensor_parallel(group).iter().map(usize::to_string).collect();
+    out.line(format!("tensor parallel: {} (whole groups of {group} columns)", parallel.join(", ")));
     out.line("");
     let rows: Vec<Vec<String>> = Component::ALL
         .iter()
@@ -278,7 +258,7 @@ struct TensorRow {
     bytes: u64,
 }
 
-fn tensor_rows(weights: &Weights) -> Vec<TensorRow> {
+fn tensor_rows(weights: &Inventory) -> Vec<TensorRow> {
     let of_model = weights.tensors().iter().map(|(id, shape)| {
         let format = match weights.format(*id) {
             Some(Format::Source) | None => weights.dtype(*id).map_or_else(String::new, |d| d.name().to_lowercase()),
@@ -301,28 +281,33 @@ fn tensor_rows(weights: &Weights) -> Vec<TensorRow> {
     of_model.chain(side).collect()
 }
 
-fn as_json(args: &InspectArgs, weights: &Weights, sizes: &Sizes, profiles: &[ProfileSize]) -> Value {
-    let spec = weights.spec();
+fn as_json(args: &InspectArgs, weights: &Inventory, sizes: &Sizes, profiles: &[ProfileSize]) -> Value {
+    let outline = weights.outline();
     let by_component = |values: &[u64; 7]| -> Map<String, Value> {
         Component::ALL.iter().zip(values).filter(|(_, n)| **n > 0).map(|(c, n)| (c.name().to_string(), json!(n))).collect()
     };
     let (total, active): (u64, u64) = (sizes.parameters.iter().sum(), sizes.active.iter().sum());
     let mut value = json!({
         "model": args.model,
-        "family": spec.family,
-        "layers": spec.layers.len(),
-        "width": spec.width,
-        "vocab": spec.vocab,
-        "max_positions": spec.max_positions,
-        "tied": spec.tied,
-        "experts": first_moe(spec).map(|m| json!({
-            "count": m.router.experts, "top_k": m.router.top_k, "width": m.width, "shared_width": m.shared.map(|s| s.width),
-            "layers": spec.layers.iter().filter(|l| matches!(l.ffn, Ffn::Moe(_))).count(),
+        "family": outline.model_type,
+        "runs": runs(outline),
+        "layers": outline.layers,
+        "width": outline.width,
+        "vocab": outline.vocab,
+        "max_positions": outline.max_positions,
+        "tied": outline.tied,
+        "experts": outline.experts.map(|e| json!({
+            "count": e.count, "top_k": e.top_k, "width": e.width, "shared_width": e.shared_width, "layers": e.layers,
         })),
-        "attention": spec.layers.first().map(|l| match &l.attn {
-            Attn::Gqa(a) => json!({"kind": "grouped", "heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}),
-            Attn::Mla(a) => json!({"kind": "latent", "heads": a.heads, "kv_rank": a.kv_rank, "q_rank": a.q_rank}),
-        }),
+        "attention": match outline.attention {
+            Heads::Grouped { heads, kv_heads, head_dim } => {
+                json!({"kind": "grouped", "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim})
+            }
+            Heads::Latent { heads, kv_rank, q_rank } => {
+                json!({"kind": "latent", "heads": heads, "kv_rank": kv_rank, "q_rank": q_rank})
+            }
+            Heads::Other { heads, kv_heads } => json!({"kind": "other", "heads": heads, "kv_heads": kv_heads}),
+        },
         "parameters": total,
         "active_parameters": active,
         "parameters_by_component": by_component(&sizes.parameters),
@@ -334,7 +319,7 @@ fn as_json(args: &InspectArgs, weights: &Weights, sizes: &Sizes, profiles: &[Pro
         "side_bytes": sizes.side_bytes,
         "active_bytes": sizes.active_bytes,
         "bpw": sizes.bytes as f64 * 8.0 / total.max(1) as f64,
-        "tensor_parallel": tensor_parallel(weights, expert_group(weights)),
+        "tensor_parallel": outline.tensor_parallel(expert_group(weights)),
         "profiles": profiles.iter().map(|p| json!({
             "name": p.name, "about": p.about, "bytes": p.bytes, "active_bytes": p.active_bytes, "bpw": p.bpw, "caveats": p.caveats,
         })).collect::<Vec<_>>(),

@@ -3,6 +3,7 @@
 mod bench;
 mod calibrate;
 mod doctor;
+mod export;
 mod inspect;
 pub mod logits;
 mod measure;
@@ -24,6 +25,7 @@ use crate::cli::{Cli, Command, Device};
 use crate::engine::cuda::vram::VramPlan;
 use crate::engine::cuda::{self, CudaError, LoadError};
 use crate::engine::{Engine, EngineError};
+use crate::export::ExportError;
 use crate::files::FileError;
 use crate::model::config::ConfigError;
 use crate::profile::precision::PrecisionError;
@@ -91,6 +93,7 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
         Command::Bench(args) => bench::bench(&args, out),
+        Command::Export(args) => export::export(&args, out),
         Command::Doctor(args) => doctor::doctor(&args, out),
     }
 }
@@ -188,7 +191,8 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
         ConfigError,
         FileError,
         TextError,
-        SetError
+        SetError,
+        ExportError
     )
     .flatten()
 }
@@ -209,6 +213,7 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<FormatError>()
             || e.is::<MethodError>()
             || e.downcast_ref::<ArtifactError>().is_some_and(ArtifactError::is_bad_input)
+            || e.downcast_ref::<ExportError>().is_some_and(ExportError::is_bad_input)
             || e.downcast_ref::<ManifestError>().is_some_and(|e| !matches!(e, ManifestError::File(_)))
     });
     let file = error.chain().find_map(|e| e.downcast_ref::<FileError>()).map(FileError::is_bad_input);

@@ -2,6 +2,7 @@
 
 use super::{Status, calibrate, measure, profile_experts, quantize, run};
 use crate::artifact::manifest::Manifest;
+use crate::artifact::weights::Weights;
 use crate::cli::{CalibrateArgs, ListFormat, PrepareArgs, ProfileExpertsArgs, ReportArgs, RunArgs, TextArgs};
 use crate::report::Out;
 use anyhow::Result;
@@ -10,6 +11,8 @@ use serde_json::json;
 /// Runs the command.
 pub fn prepare(args: &PrepareArgs, out: Out) -> Result<Status> {
     let (source, artifact) = (&args.quantize.model, &args.quantize.output);
+    // All stages but the first run the model; a family that does not run is refused before anything is written.
+    drop(Weights::open(source)?);
     let inner = Out { nested: true, ..out };
     let stage = |name: &str| out.line(format!("\n== {name}"));
     stage("quantize");

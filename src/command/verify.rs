@@ -1,9 +1,10 @@
 //! `moe verify`: whether an artifact is whole, sound, and true to its source.
 
 use super::{Status, UserError};
+use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::Manifest;
 use crate::artifact::sums::hash_files;
-use crate::artifact::weights::{Data, Stored, Weight, Weights};
+use crate::artifact::weights::{Data, Stored, Weight};
 use crate::cli::VerifyArgs;
 use crate::files::FileError;
 use crate::ids::TensorId;
@@ -13,16 +14,16 @@ use crate::tensor;
 use anyhow::Result;
 use rayon::prelude::*;
 use serde_json::json;
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Runs the command.
 pub fn verify(args: &VerifyArgs, out: Out) -> Result<Status> {
-    let weights = Weights::open(&args.model)?;
+    let weights = Inventory::open(&args.model)?;
     let manifest = Manifest::read(weights.checkpoint().dir())?;
-    let source = args.source.as_deref().map(Weights::open).transpose()?;
+    let source = args.source.as_deref().map(Inventory::open).transpose()?;
     if let Some(source) = &source
-        && source.spec() != weights.spec()
+        && source.outline() != weights.outline()
     {
         let message = format!("`{}` is another model than `{}`", source.checkpoint().dir().display(), args.model.display());
         return Err(UserError::new(message).hint("pass the checkpoint that the artifact was made from").into());
@@ -62,12 +63,12 @@ pub fn verify(args: &VerifyArgs, out: Out) -> Result<Status> {
     Ok(Status::Failure)
 }
 
-fn is_quantized(weights: &Weights, id: TensorId) -> bool {
+fn is_quantized(weights: &Inventory, id: TensorId) -> bool {
     weights.format(id).is_some_and(|f| f != Format::Source)
 }
 
 /// Shards whose bytes are not those that were written.
-fn checksums(weights: &Weights, manifest: &Manifest) -> Result<Vec<String>> {
+fn checksums(weights: &Inventory, manifest: &Manifest) -> Result<Vec<String>> {
     let shards = weights.checkpoint().shards();
     let paths: Vec<&Path> = shards.iter().map(|s| s.path.as_path()).collect();
     let sums = hash_files::<FileError>(&paths, &|| false, &|_| Ok(()))?;
@@ -90,7 +91,7 @@ fn checksums(weights: &Weights, manifest: &Manifest) -> Result<Vec<String>> {
 }
 
 /// Scales that are zero or no number, shapes that are not those of the model, floats that are no number.
-fn tensors(weights: &Weights) -> Vec<String> {
+fn tensors(weights: &Inventory) -> Vec<String> {
     let problems: Vec<Vec<String>> = weights
         .tensors()
         .par_iter()
@@ -121,7 +122,7 @@ fn bad_scale(module: &str, packed: &Packed<'_>) -> Option<String> {
     Some(format!("`{module}.weight_scale` holds {} at {place:?}, expected a finite number other than zero", values[i]))
 }
 
-fn bad_shape(weights: &Weights, module: &str, shape: &[usize]) -> Option<String> {
+fn bad_shape(weights: &Inventory, module: &str, shape: &[usize]) -> Option<String> {
     let name = format!("{module}.weight_shape");
     let view = weights.checkpoint().tensor(&name)?;
     let found: Option<Vec<i64>> = match view.dtype {
@@ -141,7 +142,7 @@ fn bad_shape(weights: &Weights, module: &str, shape: &[usize]) -> Option<String>
     }
 }
 
-fn bad_float(weights: &Weights, id: TensorId, weight: &Weight<'_>) -> Option<String> {
+fn bad_float(weights: &Inventory, id: TensorId, weight: &Weight<'_>) -> Option<String> {
     let name = weights.file_tensors(id).into_iter().next().unwrap_or_else(|| id.to_string());
     let step = (1 << 18) / weight.cols.max(1) + 1;
     let mut floats = Vec::new();
@@ -159,35 +160,33 @@ fn bad_float(weights: &Weights, id: TensorId, weight: &Weight<'_>) -> Option<Str
     None
 }
 
-/// Number of tensors that are bit-equal to the source, and lines on those that should be and are not.
-fn compare(weights: &Weights, source: &Weights) -> (usize, Vec<String>) {
-    let names: HashSet<String> = weights
-        .tensors()
-        .iter()
-        .filter(|(id, _)| !is_quantized(weights, *id))
-        .flat_map(|(id, _)| weights.file_tensors(*id))
-        .chain(weights.side_tensors().iter().cloned())
-        .collect();
-    let mut names: Vec<String> = names.into_iter().collect();
-    names.sort();
-    let checked: Vec<Option<String>> = names
+/// Number of tensors that are those of the source, and lines on those that should be and are not.
+fn compare(weights: &Inventory, source: &Inventory) -> (usize, Vec<String>) {
+    let kept = weights.tensors().iter().map(|(id, _)| *id).filter(|id| !is_quantized(weights, *id));
+    // Parts of one fused tensor are compared as the one tensor they lie in.
+    let mut files: BTreeMap<String, Option<TensorId>> = BTreeMap::new();
+    files.extend(kept.filter_map(|id| Some((weights.stored(id)?.first_tensor(), Some(id)))));
+    files.extend(weights.side_tensors().iter().map(|name| (name.clone(), None)));
+    let files: Vec<(String, Option<TensorId>)> = files.into_iter().collect();
+    let checked: Vec<Option<String>> = files
         .par_iter()
-        .map(|name| {
+        .map(|(name, id)| {
             let (found, wanted) = (weights.checkpoint().tensor(name), source.checkpoint().tensor(name));
-            let problem = match (found, wanted) {
-                (Some(_), None) => Some(format!("`{name}` is not in the source")),
-                // An FP8 source is decoded when it stays unquantized, so that only its shape can be compared.
-                (Some(a), Some(b)) if b.dtype == tensor::Dtype::F8E4M3 => {
-                    (a.shape != b.shape).then(|| format!("`{name}` has another shape than in the source"))
-                }
-                (Some(a), Some(b)) if (a.dtype, &a.shape) != (b.dtype, &b.shape) => {
-                    Some(format!("`{name}` is {} {:?}, in the source {} {:?}", a.dtype, a.shape, b.dtype, b.shape))
-                }
-                (Some(a), Some(b)) => {
+            let values = match id {
+                Some(id) => weights.get(*id).zip(source.get(*id)),
+                None => weights.side(name).zip(source.side(name)),
+            };
+            let problem = match (found, wanted, values) {
+                (Some(a), Some(b), _) if (a.dtype, &a.shape) == (b.dtype, &b.shape) => {
                     let differs = a.bytes.iter().zip(b.bytes).position(|(x, y)| x != y);
                     differs.map(|i| format!("`{name}` differs from the source from element {} on", i * 8 / a.dtype.bits().max(1)))
                 }
-                (None, _) => None,
+                (Some(a), Some(b), _) if b.dtype.is_float() || a.shape != b.shape => {
+                    Some(format!("`{name}` is {} {:?}, in the source {} {:?}", a.dtype, a.shape, b.dtype, b.shape))
+                }
+                // Decoded or taken out of a fused tensor: the values must be the source's, in the type they were written in.
+                (Some(a), _, Some((kept, original))) => other_values(name, a.dtype, &kept, &original),
+                _ => Some(format!("`{name}` is not in the source")),
             };
             weights.checkpoint().release(name);
             source.checkpoint().release(name);
@@ -195,5 +194,18 @@ fn compare(weights: &Weights, source: &Weights) -> (usize, Vec<String>) {
         })
         .collect();
     let different: Vec<String> = checked.into_iter().flatten().collect();
-    (names.len() - different.len(), different)
+    (files.len() - different.len(), different)
+}
+
+/// A line on values that are not the source's, rounded to the type in which they are kept.
+fn other_values(name: &str, dtype: tensor::Dtype, kept: &Weight<'_>, original: &Weight<'_>) -> Option<String> {
+    if (kept.rows, kept.cols) != (original.rows, original.cols) {
+        return Some(format!("`{name}` has another shape than in the source"));
+    }
+    let (kept, original) = match (kept.to_f32(), original.to_f32()) {
+        (Ok(kept), Ok(original)) => (kept, original),
+        (Err(e), _) | (_, Err(e)) => return Some(format!("`{name}`: {e}")),
+    };
+    let i = kept.iter().zip(&original).position(|(k, o)| k.to_bits() != tensor::round_to(dtype, *o).to_bits())?;
+    Some(format!("`{name}` differs from the source from element {i} on"))
 }

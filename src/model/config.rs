@@ -48,7 +48,9 @@ impl ConfigError {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            ConfigError::Family { known, .. } => Some(format!("supported: {known}")),
+            ConfigError::Family { known, .. } => {
+                Some(format!("this version runs {known}; `moe inspect` and `moe quantize` also take other families"))
+            }
             ConfigError::Unknown { .. } => {
                 Some("remove the key if it is an annotation; otherwise this model needs a newer version".into())
             }

@@ -3,6 +3,8 @@
 pub mod config;
 pub mod family;
 pub mod names;
+pub mod outline;
 pub mod plan;
 pub mod rope;
 pub mod spec;
+pub mod structure;

@@ -5,6 +5,27 @@
 use super::spec::*;
 use crate::ids::{ExpertId, LayerId, Part, Role, TensorId};
 
+/// How a checkpoint spells the modules of a model.
+pub trait Spelling {
+    /// Module that owns a tensor.
+    fn module(&self, id: TensorId) -> String;
+    /// What stands before a layer's number.
+    fn layers(&self) -> &str;
+    /// What is known of readers of artifacts with these names.
+    fn readers(&self) -> Readers;
+}
+
+/// What is known of readers of a family's artifacts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Readers {
+    /// transformers loads them and gives the same outputs.
+    Checked,
+    /// transformers 5.24 has no rule that assembles per-expert tensors of this family.
+    NotAssembled,
+    /// No reader was tried.
+    Unchecked,
+}
+
 /// Spelling of one family; everything not listed is common to all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Names {
@@ -18,8 +39,22 @@ pub struct Names {
     shared: &'static str,
     /// Tensors holding all experts of a layer, inside the block: `[E, 2 F, D]` gate over up, and `[E, D, F]`.
     fused: [&'static str; 2],
-    /// Whether transformers 5.24 assembles per-expert tensors of this family.
-    pub assembled: bool,
+    /// What is known of readers.
+    readers: Readers,
+}
+
+impl Spelling for Names {
+    fn module(&self, id: TensorId) -> String {
+        Names::module(self, id)
+    }
+
+    fn layers(&self) -> &str {
+        "model.layers"
+    }
+
+    fn readers(&self) -> Readers {
+        self.readers
+    }
 }
 
 impl Names {
@@ -30,7 +65,7 @@ impl Names {
         expert: ["w1", "w3", "w2"],
         shared: "shared_expert",
         fused: ["experts.gate_up_proj", "experts.down_proj"],
-        assembled: true,
+        readers: Readers::Checked,
     };
     /// Qwen3-MoE and OLMoE.
     pub const QWEN3_MOE: Names = Names { block: "mlp", expert: ["gate_proj", "up_proj", "down_proj"], ..Names::MIXTRAL };
@@ -42,7 +77,7 @@ impl Names {
     pub const GRANITE: Names = Names {
         router: "router.layer",
         fused: ["input_linear.weight", "output_linear.weight"],
-        assembled: false,
+        readers: Readers::NotAssembled,
         ..Names::MIXTRAL
     };
 

@@ -101,18 +101,40 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// Backtracks over stars; ids are short and patterns hold few stars, so that the worst case does not matter.
+/// Follows all ways through the pattern at once, so that no pattern takes longer than its length times that of the text. Bit `i`
+/// says that what was read of the pattern matches the first `i` characters; ids are far shorter than 127.
 fn matches(pattern: &[u8], text: &[u8]) -> bool {
-    let any = pattern.starts_with(b"**");
-    match pattern {
-        [] => text.is_empty(),
-        [b'*', ..] => {
-            let rest = &pattern[if any { 2 } else { 1 }..];
-            let longest = if any { text.len() } else { text.iter().position(|&c| c == b'.').unwrap_or(text.len()) };
-            (1..=longest).any(|n| matches(rest, &text[n..]))
-        }
-        [c, rest @ ..] => text.first() == Some(c) && matches(rest, &text[1..]),
+    if text.len() > 127 {
+        return false;
     }
+    let (mut reached, mut rest) = (1u128, pattern);
+    while let Some((&c, tail)) = rest.split_first() {
+        let mut next = 0u128;
+        if c == b'*' {
+            let any = tail.first() == Some(&b'*');
+            rest = if any { &tail[1..] } else { tail };
+            for (i, &t) in text.iter().enumerate() {
+                if (reached | next) >> i & 1 == 1 && (any || t != b'.') {
+                    next |= 2 << i;
+                }
+            }
+        } else {
+            rest = tail;
+            let mut left = reached;
+            while left != 0 {
+                let i = left.trailing_zeros() as usize;
+                left &= left - 1;
+                if text.get(i) == Some(&c) {
+                    next |= 2 << i;
+                }
+            }
+        }
+        if next == 0 {
+            return false;
+        }
+        reached = next;
+    }
+    reached >> text.len() & 1 == 1
 }
 
 /// Tensors that match get this format.

@@ -2,6 +2,7 @@
 
 mod feed;
 pub mod format;
+pub mod ggml;
 pub mod gptq;
 pub mod round;
 mod search;

@@ -61,6 +61,11 @@ fn of(side: &Side) -> Result<Option<String>, TextError> {
     })
 }
 
+/// Instructions that one rendering may take; the templates of large models take a few hundred a message.
+const FUEL: u64 = 4_000_000;
+/// Widest indentation of JSON.
+const MAX_INDENT: usize = 64;
+
 /// Renders `source`; the error is a reason fit for the user.
 pub(super) fn render<'t>(
     source: &str,
@@ -78,6 +83,7 @@ pub(super) fn render<'t>(
         None => source.into(),
     };
     let mut env = Environment::new();
+    env.set_fuel(Some(FUEL));
     env.set_trim_blocks(true);
     env.set_lstrip_blocks(true);
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
@@ -107,7 +113,7 @@ fn reason(error: &Error) -> String {
 
 /// `json.dumps` of Python rather than HTML-safe JSON.
 fn to_json(value: Value, kwargs: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = kwargs.get("indent")?;
+    let indent: Option<usize> = kwargs.get::<Option<usize>>("indent")?.map(|n| n.min(MAX_INDENT));
     let separators: Option<(String, String)> = match kwargs.get::<Option<Value>>("separators")? {
         None => None,
         Some(pair) => Some((pair.get_item_by_index(0)?.to_string(), pair.get_item_by_index(1)?.to_string())),

@@ -5,6 +5,7 @@ mod calibrated;
 mod show;
 
 use super::{Interrupt, Status, UserError, measure};
+use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::{Calibration, Manifest, Recipe};
 use crate::artifact::plan::{self, Choice, Plan};
 use crate::artifact::solved::Solved;
@@ -28,8 +29,8 @@ const LEAST_MEMORY: u64 = 16 << 20;
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let request = Request::resolve(args)?;
-    let weights = Arc::new(Weights::open(&args.model)?);
-    let decisions = decide(weights.tensors(), weights.spec().tied, &request.overrides, &request.profile);
+    let weights = Inventory::open(&args.model)?;
+    let decisions = decide(weights.tensors(), weights.outline().tied, &request.overrides, &request.profile);
     let choose = |id| choice(&decisions, id);
     let plan = plan::plan(&weights, choose, request.shard_bytes)?;
     let problems = problems(args, &plan, &decisions);
@@ -45,7 +46,10 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let started = Instant::now();
     let (manifest, read) = match request.method {
         Method::Alone(method) => write(args, &request, &weights, &plan, method, None, out)?,
-        Method::Calibrated { feedback } => calibrated::write(args, &request, &weights, &decisions, &plan, feedback, out)?,
+        Method::Calibrated { feedback } => {
+            let weights = Arc::new(Weights::open(&args.model)?);
+            calibrated::write(args, &request, &weights, &decisions, &plan, feedback, out)?
+        }
     };
     show::show_result(args, &manifest, read, started.elapsed().as_secs_f64(), out)?;
     Ok(Status::Done)
@@ -55,7 +59,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
 fn write(
     args: &QuantizeArgs,
     request: &Request,
-    weights: &Weights,
+    weights: &Inventory,
     plan: &Plan,
     method: round::Method,
     chosen: Option<(&Solved, Calibration)>,

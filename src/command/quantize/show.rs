@@ -4,9 +4,10 @@ use super::Request;
 use crate::artifact::config::Caveat;
 use crate::artifact::manifest::{Action, Manifest};
 use crate::artifact::plan::Plan;
-use crate::artifact::weights::Weights;
+use crate::artifact::inventory::Inventory;
 use crate::cli::QuantizeArgs;
 use crate::ids::{Component, Role};
+use crate::model::family;
 use crate::profile::precision::Decisions;
 use crate::report::{self, Out};
 use anyhow::Result;
@@ -23,7 +24,7 @@ struct Line {
     note: String,
 }
 
-fn lines(weights: &Weights, plan: &Plan) -> Vec<Line> {
+fn lines(weights: &Inventory, plan: &Plan) -> Vec<Line> {
     let mut roles: BTreeMap<String, (Component, Role)> = BTreeMap::new();
     for (id, _) in weights.tensors() {
         roles.insert(class(&id.to_string()), (id.role.component(), id.role));
@@ -67,7 +68,7 @@ fn class(id: &str) -> String {
 
 pub(super) fn show_plan(
     args: &QuantizeArgs,
-    weights: &Weights,
+    weights: &Inventory,
     request: &Request,
     plan: &Plan,
     decisions: &Decisions,
@@ -82,7 +83,7 @@ pub(super) fn show_plan(
             .map(|l| json!({"component": l.component, "class": l.role, "tensors": l.tensors, "format": l.format, "source_bytes": l.bytes[0], "bytes": l.bytes[1], "reason": l.note}))
             .collect();
         out.json(&json!({
-            "dry_run": true, "model": args.model, "output": args.output, "family": weights.family().model_type,
+            "dry_run": true, "model": args.model, "output": args.output, "family": weights.outline().model_type,
             "recipe": request.recipe(args, None), "classes": classes, "totals": totals, "readers": readers(plan), "caveats": caveats,
             "warnings": decisions.warnings, "shards": plan.shards.iter().map(|s| json!({"name": s.name, "bytes": s.bytes})).collect::<Vec<_>>(),
         }))?;
@@ -128,6 +129,7 @@ fn readers(plan: &Plan) -> String {
     match (quantized, plan.caveats.is_empty()) {
         (false, _) => "loads wherever the source does: nothing is quantized".into(),
         (true, true) => "loads in this tool, vLLM, SGLang and transformers >= 5.15".into(),
+        (true, false) if plan.caveats.contains(&Caveat::Unchecked) => "see the warnings for readers".into(),
         (true, false) => "loads in this tool; see the warnings for other readers".into(),
     }
 }
@@ -146,6 +148,8 @@ pub(super) fn show_result(args: &QuantizeArgs, manifest: &Manifest, read: u64, s
         totals.bpw,
         report::seconds(seconds),
     ));
-    out.note(format!("next: moe run {} --prompt \"Once upon a time\"", args.output.display()));
+    if family::FAMILIES.iter().any(|f| f.model_type == manifest.family) {
+        out.note(format!("next: moe run {} --prompt \"Once upon a time\"", args.output.display()));
+    }
     Ok(())
 }

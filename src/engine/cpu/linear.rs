@@ -38,7 +38,7 @@ pub fn linear(dst: &mut [f32], src: &[f32], w: &Weight<'_>, bias: Option<&[f32]>
 /// `dst[rows, T] = W src'`, in parallel over runs of rows.
 pub fn transposed(dst: &mut [f32], src: &[f32], w: &Weight<'_>) -> Result<(), CheckpointError> {
     let num_tok = src.len() / w.cols;
-    let few = num_tok <= FEW_TOKENS && !matches!(w.data, Data::Fp8 { .. });
+    let few = num_tok <= FEW_TOKENS && matches!(w.data, Data::Plain { .. } | Data::Packed(_));
     let task_rows = TASK_MACS.div_ceil(w.cols * num_tok).clamp(1, TILE_ROWS);
     let rows_each = if few { task_rows } else { TILE_ROWS.min(w.rows.div_ceil(rayon::current_num_threads()).max(8)) };
     let ordered = match &w.data {

@@ -5,7 +5,7 @@ use super::fast::*;
 use super::fuse::{Block, DecodePart, Lead, Product, SharedPart};
 use super::launch::{self, Limits, Width};
 use super::plain::{Kind, Matrix};
-use super::{Engine, View};
+use super::{EXPERTS_TOK, Engine, Planes, View};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::{NormKind, Pairing, RouterSpec};
@@ -23,10 +23,10 @@ pub(super) enum Ran {
 enum Source<'a> {
     /// The residual stream through a norm.
     Normed(&'a Lead),
-    /// `f32` rows of so many elements.
+    /// Rows of so many elements.
     Floats(u64, i32),
-    /// bf16 rows, natural order, when `nibble` is false.
-    Rounded { at: u64, stride: i32, nibble: bool },
+    /// `silu(gate) * up` of rows of so many elements.
+    Gated { gate: u64, up: u64, stride: i32 },
 }
 
 /// A product with where it goes.
@@ -90,7 +90,9 @@ impl Engine {
     fn takes(&self, block: &Block, view: &View) -> bool {
         let linear = |p: &Product| self.linear_fits(&self.store.matrix(p.w), view.num_tok);
         let aligned = self.spec.width.is_multiple_of(32);
+        let fit = !self.unfit.iter().any(|kind| kind == block.name());
         aligned
+            && fit
             && match block {
                 Block::Attention { first, middle, last, .. } => {
                     let inner = middle.iter().all(|s| match s {
@@ -126,45 +128,43 @@ impl Engine {
     fn linear_fits(&self, m: &Matrix, num_tok: usize) -> bool {
         let Some(w) = width(m) else { return false };
         let cols = m.cols as usize;
-        let name = w.name(cols).is_some();
-        name && launch::linear(w, cols, 1, num_tok, false, self.limits()).is_some()
+        w.name(cols).is_some() && launch::linear(w, cols, &[1], num_tok, false, self.limits()).is_some()
     }
 
-    /// Staged for few tokens of `f32` where it fits, else from bf16.
-    fn variant(&self, w: Width, cols: usize, tiles: usize, num_tok: usize, floats: bool) -> Option<launch::LinearLaunch> {
-        let limits = self.limits();
-        let few = floats && num_tok <= launch::STAGED_TOK;
-        let staged = if few { launch::linear(w, cols, tiles, num_tok, true, limits) } else { None };
-        staged.or_else(|| launch::linear(w, cols, tiles, num_tok, false, limits))
-    }
-
-    /// Products of one input, up to three of one format a launch.
+    /// Products of one input, up to three of one format a launch. Few tokens make their planes inside the product where that fits.
     fn products(&self, source: Source<'_>, outputs: &[Output], num_tok: usize) -> Result<(), EngineError> {
         let mut rest = outputs;
-        let mut rounded: Option<bool> = None;
+        let mut made: Option<usize> = None;
+        let layer_norm = matches!(source, Source::Normed(lead) if lead.norm.kind == NormKind::Layer);
         while let Some(first) = rest.first() {
             let Some(w) = width(&first.w) else { return Ok(()) };
             let same = rest.iter().take(3).take_while(|o| width(&o.w) == Some(w)).count();
             let (now, later) = rest.split_at(same);
             rest = later;
             let cols = first.w.cols as usize;
-            let tiles = now.iter().map(|o| (o.w.rows as usize).div_ceil(16)).sum();
-            let (Some(plan), Some(name)) =
-                (self.variant(w, cols, tiles, num_tok, !matches!(source, Source::Rounded { .. })), w.name(cols))
-            else {
-                return Ok(());
-            };
-            let mut args = LinearArgs { t: num_tok as i32, k: cols as i32, g: first.w.group, ..LinearArgs::ZERO };
-            let mut variant = plan.variant;
-            if variant == "s" {
-                self.staged_source(&mut args, source);
-                variant = if args.norm == 1 { "r" } else { "s" };
+            let rows: Vec<usize> = now.iter().map(|o| o.w.rows as usize).collect();
+            let few = num_tok <= launch::STAGED_TOK && !layer_norm;
+            let plan = |staged| launch::linear(w, cols, &rows, num_tok, staged, self.limits());
+            let staged = if few { plan(true) } else { None };
+            let (Some(plan), Some(name)) = (staged.or_else(|| plan(false)), w.name(cols)) else { return Ok(()) };
+            let mut args = LinearArgs { t: num_tok as i32, k: cols as i32, columns: plan.columns as i32, ..LinearArgs::ZERO };
+            if staged.is_some() {
+                (args.x, args.x_stride) = self.floats(source);
+                match source {
+                    Source::Normed(lead) => {
+                        (args.norm, args.eps, args.gain) = (1, lead.norm.eps, self.store.matrix(lead.w).data);
+                    }
+                    Source::Gated { up, .. } => args.up = up,
+                    Source::Floats(..) => {}
+                }
             } else {
-                let nibble = w.bits == 4;
-                (args.x, args.x_stride) = self.rounded_source(source, cols, nibble, &mut rounded, num_tok)?;
+                if made != Some(w.bits) {
+                    self.planes(&self.work.planes, source, cols, w.bits, num_tok)?;
+                    made = Some(w.bits);
+                }
+                (args.x_q, args.x_scale) = (self.work.planes.codes.at(0), self.work.planes.scales.at(0));
             }
             args.num_matrices = now.len() as i32;
-            args.stages = plan.stages as i32;
             for (m, o) in args.m.iter_mut().zip(now) {
                 *m = LinearMatrix {
                     packed: o.w.data,
@@ -174,69 +174,38 @@ impl Engine {
                     out: o.at,
                     rows: o.w.rows,
                     out_stride: o.stride,
-                    out_is_bf16: 0,
                     out_scale: o.scale,
+                    pad: 0,
                 };
             }
-            self.fast.launch(&format!("linear_{name}_{variant}"), plan.grid, &args)?;
+            self.fast.launch(&format!("linear_{name}_{}", plan.variant), plan.grid, &args)?;
         }
         Ok(())
     }
 
-    fn staged_source(&self, args: &mut LinearArgs, source: Source<'_>) {
+    /// Where the rows of a source lie.
+    fn floats(&self, source: Source<'_>) -> (u64, i32) {
         match source {
-            Source::Normed(lead) => {
-                (args.x, args.x_stride, args.x_is_f32) = (self.at(Slot::Residual), self.spec.width as i32, 1);
-                (args.norm, args.eps) = (norm_code(lead), lead.norm.eps);
-                args.gain = self.store.matrix(lead.w).data;
-                args.shift = self.store.optional(lead.b).data;
-            }
-            Source::Floats(at, stride) => (args.x, args.x_stride, args.x_is_f32) = (at, stride, 1),
-            Source::Rounded { at, stride, .. } => (args.x, args.x_stride) = (at, stride),
+            Source::Normed(_) => (self.at(Slot::Residual), self.spec.width as i32),
+            Source::Floats(at, stride) | Source::Gated { gate: at, stride, .. } => (at, stride),
         }
     }
 
-    /// bf16 rows in the order asked for; `have` remembers the order that the scratch rows were written in.
-    fn rounded_source(
-        &self,
-        source: Source<'_>,
-        cols: usize,
-        nibble: bool,
-        have: &mut Option<bool>,
-        num_tok: usize,
-    ) -> Result<(u64, i32), EngineError> {
-        if let Source::Rounded { at, stride, nibble: order } = source
-            && order == nibble
-        {
-            return Ok((at, stride));
-        }
-        let scratch = self.work.rounded.at(0);
-        if *have != Some(nibble) {
-            let (x, x_stride, x_is_bf16) = match source {
-                Source::Normed(_) => (self.at(Slot::Residual), self.spec.width as i32, 0),
-                Source::Floats(at, stride) => (at, stride, 0),
-                Source::Rounded { at, stride, .. } => (at, stride, 1),
-            };
-            let mut args = NormArgs {
-                y: scratch,
-                x,
-                width: cols as i32,
-                runs: 1,
-                x_stride,
-                y_stride: cols as i32,
-                x_is_bf16,
-                nibble_order: nibble as i32,
-                ..NormArgs::ZERO
-            };
-            if let Source::Normed(lead) = source {
-                (args.norm, args.eps) = (norm_code(lead), lead.norm.eps);
-                args.gain = self.store.matrix(lead.w).data;
-                args.shift = self.store.optional(lead.b).data;
-            }
-            self.fast.launch("norm_rows", launch::parts(1, num_tok, 256), &args)?;
-            *have = Some(nibble);
-        }
-        Ok((scratch, cols as i32))
+    /// Makes the planes of `num_rows` rows for weights of so many bits.
+    fn planes(&self, to: &Planes, source: Source<'_>, cols: usize, bits: usize, num_rows: usize) -> Result<(), EngineError> {
+        let (x, x_stride) = self.floats(source);
+        let args = PlanesArgs { q: to.codes.at(0), scale: to.scales.at(0), x, x_stride, k: cols as i32, ..PlanesArgs::ZERO };
+        let args = match source {
+            Source::Normed(lead) => self.with_norm(args, lead),
+            Source::Gated { up, .. } => PlanesArgs { up, ..args },
+            Source::Floats(..) => args,
+        };
+        Ok(self.fast.launch(&format!("planes_w{bits}"), launch::planes(cols, num_rows), &args)?)
+    }
+
+    fn with_norm(&self, args: PlanesArgs, lead: &Lead) -> PlanesArgs {
+        let (gain, shift) = (self.store.matrix(lead.w).data, self.store.optional(lead.b).data);
+        PlanesArgs { gain, shift, norm: norm_code(lead), eps: lead.norm.eps, ..args }
     }
 
     /// A product into its slot.
@@ -269,12 +238,12 @@ impl Engine {
         let outputs: Vec<Output> = first.iter().map(|p| self.to_slot(p)).collect();
         self.products(Source::Normed(lead), &outputs, num_tok)?;
         first.iter().for_each(|p| self.note_width(p));
-        let last_w = self.store.matrix(last.w);
-        let fused = decode.filter(|d| view.decode && self.attention_fits(d, num_tok));
-        let source = if let Some(part) = fused {
-            let nibble = last_w.kind == Kind::Int4;
-            self.decode_attention(middle, part, nibble, view)?;
-            Source::Rounded { at: self.work.rounded_attn.at(0), stride: (part.heads.q * part.heads.dim) as i32, nibble }
+        if let Some(part) = decode.filter(|d| view.decode && self.attention_fits(d, num_tok)) {
+            self.decode_attention(middle, part, view)?;
+            self.work.row[Slot::Attn as usize] = part.heads.q * part.heads.dim;
+        } else if let Some(part) = decode.filter(|d| self.prefill_fits(d, num_tok)) {
+            self.prefill_attention(middle, part, view)?;
+            self.work.row[Slot::Attn as usize] = part.heads.q * part.heads.dim;
         } else {
             let reads_normed = |s: &Step| matches!(s, Step::Linear { src: Slot::Normed, .. });
             if middle.iter().any(reads_normed) {
@@ -291,8 +260,8 @@ impl Engine {
                     other => self.step(other, view)?,
                 }
             }
-            Source::Floats(self.at(Slot::Attn), self.work.row[Slot::Attn as usize] as i32)
-        };
+        }
+        let source = Source::Floats(self.at(Slot::Attn), self.work.row[Slot::Attn as usize] as i32);
         self.products(source, &[self.to_residual(last, scale)], num_tok)
     }
 
@@ -302,13 +271,26 @@ impl Engine {
         shared && self.fast.has(&format!("attention_decode_d{}", h.dim)) && h.q / h.kv <= 16 && num_tok <= launch::DECODE_TOK
     }
 
-    fn decode_attention(&mut self, middle: &[Step], part: &DecodePart, nibble: bool, view: &View) -> Result<(), EngineError> {
+    fn prefill_fits(&self, part: &DecodePart, num_tok: usize) -> bool {
+        let shared = launch::attention_prefill(part.heads.dim, part.heads.q, num_tok).shared_bytes as usize;
+        shared <= self.limits().block_shared_bytes && self.fast.has(&format!("attention_prefill_d{}", part.heads.dim))
+    }
+
+    /// Gains of queries and keys, which norm they are of, and its epsilon.
+    fn head_norms(&self, part: &DecodePart) -> (u64, u64, i32, f32) {
+        part.norms.map_or((0, 0, 0, 0.0), |(q, k, eps, width)| {
+            (self.store.matrix(q).data, self.store.matrix(k).data, if width == part.heads.dim { 1 } else { 2 }, eps)
+        })
+    }
+
+    fn decode_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
         let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
         let cache = &self.caches[layer.0 as usize];
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
-        let mut args = AttentionArgs {
-            out: self.work.rounded_attn.at(0),
+        let (q_gain, k_gain, norm, eps) = self.head_norms(part);
+        let args = AttentionArgs {
+            out: self.at(Slot::Attn),
             q: self.at(Slot::Q),
             k: self.at(Slot::K),
             v: self.at(Slot::V),
@@ -318,6 +300,8 @@ impl Engine {
             positions: view.positions,
             partial: self.work.partial.at(0),
             counters: self.work.counters.at(0),
+            q_gain,
+            k_gain,
             cosines: view.cosines,
             sines: view.sines,
             q_stride: q_width,
@@ -328,21 +312,73 @@ impl Engine {
             hk: h.kv as i32,
             max_pages: view.table_stride as i32,
             max_splits: launch::attention_splits(view.num_tok) as i32,
+            norm,
+            eps,
             clip: part.clip.unwrap_or(f32::INFINITY),
             rope_dim: self.spec.rope.dim as i32,
             interleaved: (self.spec.rope.pairing == Pairing::Interleaved) as i32,
             window: part.window.unwrap_or(0) as i32,
-            nibble_order: nibble as i32,
             scale: h.scale,
-            ..AttentionArgs::ZERO
         };
-        if let Some((q, k, eps, width)) = part.norms {
-            args.norm = if width == h.dim { 1 } else { 2 };
-            args.eps = eps;
-            (args.q_gain, args.k_gain) = (self.store.matrix(q).data, self.store.matrix(k).data);
-        }
         let grid = launch::attention(h.dim, h.kv, view.num_tok);
         self.fast.launch(&format!("attention_decode_d{}", h.dim), grid, &args)?;
+        self.count_keys();
+        Ok(())
+    }
+
+    /// Any number of new tokens: keys and values into the pages, then attention over them.
+    fn prefill_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
+        let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
+        let cache = &self.caches[layer.0 as usize];
+        let h = part.heads;
+        let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
+        let (q_gain, k_gain, norm, eps) = self.head_norms(part);
+        let (k_pages, v_pages) = (cache.keys.at(0), cache.values.as_ref().map_or(0, |b| b.at(0)));
+        let append = AppendArgs {
+            q: self.at(Slot::Q),
+            k: self.at(Slot::K),
+            v: self.at(Slot::V),
+            k_pages,
+            v_pages,
+            page_table: view.table,
+            positions: view.positions,
+            rows: view.rows,
+            q_gain,
+            k_gain,
+            cosines: view.cos,
+            sines: view.sin,
+            q_stride: q_width,
+            k_stride: kv_width,
+            v_stride: kv_width,
+            h: h.q as i32,
+            hk: h.kv as i32,
+            max_pages: view.table_stride as i32,
+            norm,
+            eps,
+            clip: part.clip.unwrap_or(f32::INFINITY),
+            rope_dim: self.spec.rope.dim as i32,
+            interleaved: (self.spec.rope.pairing == Pairing::Interleaved) as i32,
+        };
+        self.fast.launch(&format!("append_d{}", h.dim), launch::tokens(view.num_tok), &append)?;
+        let args = PrefillArgs {
+            out: self.at(Slot::Attn),
+            q: append.q,
+            k_pages,
+            v_pages,
+            page_table: view.table,
+            positions: view.positions,
+            rows: view.rows,
+            q_stride: q_width,
+            out_stride: q_width,
+            t: view.num_tok as i32,
+            h: h.q as i32,
+            hk: h.kv as i32,
+            max_pages: view.table_stride as i32,
+            window: part.window.unwrap_or(0) as i32,
+            scale: h.scale,
+        };
+        let grid = launch::attention_prefill(h.dim, h.q, view.num_tok);
+        self.fast.launch(&format!("attention_prefill_d{}", h.dim), grid, &args)?;
         self.count_keys();
         Ok(())
     }
@@ -361,17 +397,13 @@ impl Engine {
         view: &View,
     ) -> Result<(), EngineError> {
         self.products(Source::Normed(lead), &[self.to_slot(gate), self.to_slot(up)], view.num_tok)?;
-        self.second_half(gate, down, Output { add, at: into, scale, ..self.to_slot(down) }, view)
+        self.second_half(gate, Output { add, at: into, scale, ..self.to_slot(down) }, view)
     }
 
     /// The gated activation of two slots and the product after it.
-    fn second_half(&self, gate: &Product, down: &Product, output: Output, view: &View) -> Result<(), EngineError> {
-        let (f, w) = (self.store.matrix(gate.w).rows, self.store.matrix(down.w));
-        let nibble = w.kind == Kind::Int4;
-        let y = self.work.rounded_act.at(0);
-        let args = GatedActArgs { y, gate: self.at(Slot::Gate), up: self.at(Slot::Up), f, nibble_order: nibble as i32 };
-        self.fast.launch("gated_act", launch::parts((f as usize).div_ceil(256), view.num_tok, 256), &args)?;
-        self.products(Source::Rounded { at: y, stride: f, nibble }, &[output], view.num_tok)
+    fn second_half(&self, gate: &Product, output: Output, view: &View) -> Result<(), EngineError> {
+        let source = Source::Gated { gate: self.at(Slot::Gate), up: self.at(Slot::Up), stride: self.store.matrix(gate.w).rows };
+        self.products(source, &[output], view.num_tok)
     }
 
     /// Most tokens that the expert kernels of a layer take at once; `None` if they do not take its formats.
@@ -379,16 +411,21 @@ impl Engine {
         let [gate, up, down] = self.store.expert(layer);
         let (g, u, d) = (width(&gate)?, width(&up)?, width(&down)?);
         let names = g.name(gate.cols as usize).is_some() && d.name(down.cols as usize).is_some();
-        if !names || g != u || g.bits != d.bits || g.bits == 16 {
+        if !names || g != u {
             return None;
         }
         let (limits, width) = (self.limits(), self.spec.width);
+        let (experts, top_k) = (router.experts, router.top_k);
         let fits = |t: &usize| {
-            launch::down(d, width, f, router.top_k, *t, limits).is_some()
-                && launch::router(router.experts, router.top_k, width, *t, limits).is_some()
+            launch::down_pairs(d, width, f, 1, *t, limits).is_some()
                 && launch::gate_up(g, width, f, 1, *t, limits).is_some()
+                && if launch::routes_rows(*t) {
+                    launch::router_rows(experts, top_k, *t, limits).is_some()
+                } else {
+                    launch::router(experts, top_k, width, *t, limits).is_some()
+                }
         };
-        [256, 192, 128, 96, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
+        [EXPERTS_TOK, 256, 128, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -409,7 +446,7 @@ impl Engine {
             first.extend(s.router.as_ref().map(|r| self.to_slot(r)));
             self.products(Source::Normed(lead), &first, view.num_tok)?;
             if s.router.is_some() {
-                self.second_half(&s.gate, &s.down, self.to_slot(&s.down), view)?;
+                self.second_half(&s.gate, self.to_slot(&s.down), view)?;
             }
         }
         for start in (0..view.num_tok).step_by(chunk) {
@@ -422,7 +459,7 @@ impl Engine {
                 let grid = launch::parts((d as usize).div_ceil(256), view.num_tok, 256);
                 self.fast.launch("add_gated", grid, &AddGatedArgs { acc, add, gate, d, scale })?;
             }
-            Some(s) => self.second_half(&s.gate, &s.down, self.to_residual(&s.down, scale), view)?,
+            Some(s) => self.second_half(&s.gate, self.to_residual(&s.down, scale), view)?,
             None => {}
         }
         Ok(())
@@ -445,30 +482,103 @@ impl Engine {
         let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
         let slots = (num_tok * top_k).min(router.experts);
-        let (Some(router_grid), Some(first), Some(second)) = (
-            launch::router(router.experts, top_k, width, num_tok, limits),
-            launch::gate_up(g, width, f, slots, num_tok, limits),
-            launch::down(d, width, f, top_k, num_tok, limits),
-        ) else {
-            return Ok(());
-        };
-        let rule = rule(router);
+        let Some(first) = launch::gate_up(g, width, f, slots, num_tok, limits) else { return Ok(()) };
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
+        self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
+
         let gates = self.work.gates.at(start * top_k * 4);
-        let (normed, h) = (self.work.rounded.at(0), self.work.rounded_inner.at(0));
+        let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);
         let (list, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
-        let args = RouterArgs {
-            logits: self.work.router_logits.at(start * router.experts * 4),
-            ids: self.work.experts.at(start * top_k * 4),
-            gates,
+        let (t, wide, inner, k) = (num_tok as i32, width as i32, f as i32, top_k as i32);
+        let args = GateUpArgs {
+            h,
+            x_q: planes.codes.at(0),
+            x_scale: planes.scales.at(0),
             slots: list,
             num_slots,
             pairs,
-            normed,
+            t,
+            d: wide,
+            f: inner,
+            k,
+            columns: first.columns as i32,
+            stages: first.stages as i32,
+        };
+        let name = |w: launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
+        self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)?;
+
+        if let Some(whole) = launch::down(d, width, f, top_k, num_tok, limits) {
+            let args = DownArgs {
+                y: x,
+                add: x,
+                h,
+                slots: list,
+                num_slots,
+                pairs,
+                gates,
+                t,
+                d: wide,
+                f: inner,
+                k,
+                chunk: whole.chunk as i32,
+                stages: whole.stages as i32,
+                columns: 1,
+                scale,
+            };
+            return Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), whole.grid, &args)?);
+        }
+        let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, limits) else { return Ok(()) };
+        let planes = &self.work.inner_planes;
+        self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
+        let outputs = self.work.pair_outputs.at(0);
+        let args = DownPairsArgs {
+            out: outputs,
+            h_q: planes.codes.at(0),
+            h_scale: planes.scales.at(0),
+            slots: list,
+            num_slots,
+            pairs,
+            t,
+            d: wide,
+            f: inner,
+            k,
+            columns: second.columns as i32,
+            stages: second.stages as i32,
+        };
+        self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?;
+        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: wide, k, scale };
+        Ok(self.fast.launch("moe_combine", launch::combine(width, num_tok), &args)?)
+    }
+
+    /// Experts and gates of a run of tokens, the list of experts in use, and the planes of their input.
+    #[allow(clippy::too_many_arguments)]
+    fn route(
+        &self,
+        lead: &Lead,
+        w: Matrix,
+        router: &RouterSpec,
+        layer: u32,
+        bits: usize,
+        x: u64,
+        start: usize,
+        num_tok: usize,
+    ) -> Result<(), EngineError> {
+        let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
+        let rule = rule(router);
+        let planes = &self.work.expert_planes;
+        let args = RouterArgs {
+            logits: self.work.router_logits.at(start * experts * 4),
+            ids: self.work.experts.at(start * top_k * 4),
+            gates: self.work.gates.at(start * top_k * 4),
+            slots: self.work.expert_slots.at(0),
+            num_slots: self.work.num_slots.at(0),
+            pairs: self.work.pairs.at(0),
+            x_q: planes.codes.at(0),
+            x_scale: planes.scales.at(0),
             x,
             gain: self.store.matrix(lead.w).data,
             shift: self.store.optional(lead.b).data,
-            w: router_w.data,
+            w: w.data,
             table: self.store.addresses(layer),
             counters: self.work.counters.at(self.work.router_counters_at),
             t: num_tok as i32,
@@ -476,10 +586,10 @@ impl Engine {
             e: rule.experts,
             k: rule.top_k,
             tokens: launch::router_tokens(num_tok) as i32,
-            w_is_f32: (router_w.kind == Kind::F32) as i32,
+            w_is_f32: (w.kind == Kind::F32) as i32,
             norm: norm_code(lead),
             eps: lead.norm.eps,
-            nibble_order: (g.bits == 4) as i32,
+            bits: bits as i32,
             select: rule.select,
             softmax_of_chosen: rule.softmax_of_chosen,
             renorm: rule.renorm,
@@ -487,46 +597,51 @@ impl Engine {
             keep_groups: rule.keep,
             jitter: rule.jitter,
             scale: rule.scale,
-            ..RouterArgs::ZERO
         };
-        let plain_top = matches!(router.select, crate::model::spec::Select::Top);
-        self.fast.launch(launch::router_name(router.experts, plain_top, num_tok), router_grid, &args)?;
-        let (f, k) = (f as i32, top_k as i32);
-        let args = GateUpArgs {
-            h,
-            x: normed,
-            slots: list,
-            num_slots,
-            pairs,
+        let Some(grid) = (if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
+            launch::router_rows(experts, top_k, num_tok, limits)
+        } else {
+            None
+        }) else {
+            let Some(grid) = launch::router(experts, top_k, width, num_tok, limits) else { return Ok(()) };
+            let plain_top = matches!(router.select, crate::model::spec::Select::Top);
+            return Ok(self.fast.launch(launch::router_name(experts, plain_top, num_tok), grid, &args)?);
+        };
+        let norm = |to: &Planes, bits: usize| {
+            let rows = PlanesArgs {
+                q: to.codes.at(0),
+                scale: to.scales.at(0),
+                x,
+                x_stride: width as i32,
+                k: width as i32,
+                ..PlanesArgs::ZERO
+            };
+            self.fast.launch(&format!("planes_w{bits}"), launch::planes(width, num_tok), &self.with_norm(rows, lead))
+        };
+        norm(&self.work.planes, 16)?;
+        norm(planes, bits)?;
+        let form = launch::Width { bits: 16, group: 1 };
+        let Some(product) = launch::linear(form, width, &[experts], num_tok, false, limits) else { return Ok(()) };
+        let mut logits = LinearArgs {
+            x_q: self.work.planes.codes.at(0),
+            x_scale: self.work.planes.scales.at(0),
+            num_matrices: 1,
             t: num_tok as i32,
-            d: width as i32,
-            f,
-            k,
-            g: gate.group,
-            stages: first.stages as i32,
-            columns: first.columns as i32,
+            k: width as i32,
+            columns: product.columns as i32,
+            ..LinearArgs::ZERO
         };
-        let name = |w: super::launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
-        self.fast.launch(&format!("moe_gate_up_{}{}", name(g, &gate), first.variant), first.grid, &args)?;
-        let args = DownArgs {
-            y: x,
-            add: x,
-            h,
-            slots: list,
-            num_slots,
-            pairs,
-            gates,
-            t: num_tok as i32,
-            d: width as i32,
-            f,
-            k,
-            g: down.group,
-            chunk_steps: second.chunk_steps as i32,
-            stages: second.stages as i32,
-            columns: second.columns as i32,
-            scale,
+        let to = args.logits;
+        logits.m[0] = LinearMatrix {
+            packed: w.data,
+            out: to,
+            rows: rule.experts,
+            out_stride: rule.experts,
+            out_scale: 1.0,
+            ..LinearMatrix::ZERO
         };
-        Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), second.grid, &args)?)
+        self.fast.launch(&format!("linear_w16_{}", product.variant), product.grid, &logits)?;
+        Ok(self.fast.launch("router_rows", grid, &args)?)
     }
 
     /// Final norm and logits of the rows asked for. The rows are gathered over the residual's own normed slot.

@@ -3,7 +3,7 @@
 
 use super::device::{CudaError, Device};
 use super::launch::Grid;
-use super::module::{Function, Module, Overlap, PROGRAMS, cached};
+use super::module::{Function, Module, Overlap, PROGRAMS, Source, cached};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -42,26 +42,26 @@ structs! {
         out: u64,
         rows: i32,
         out_stride: i32,
-        out_is_bf16: i32,
         out_scale: f32,
+        pad: i32,
     }
     /// Up to three products of one input.
     LinearArgs in "linear.cu" {
         x: u64,
+        up: u64,
         gain: u64,
-        shift: u64,
+        x_q: u64,
+        x_scale: u64,
         m: [LinearMatrix; 3],
         num_matrices: i32,
         t: i32,
         k: i32,
-        g: i32,
         x_stride: i32,
-        x_is_f32: i32,
         norm: i32,
         eps: f32,
-        stages: i32,
+        columns: i32,
     }
-    /// The fused router.
+    /// The router.
     RouterArgs in "router.cu" {
         logits: u64,
         ids: u64,
@@ -69,7 +69,8 @@ structs! {
         slots: u64,
         num_slots: u64,
         pairs: u64,
-        normed: u64,
+        x_q: u64,
+        x_scale: u64,
         x: u64,
         gain: u64,
         shift: u64,
@@ -84,7 +85,7 @@ structs! {
         w_is_f32: i32,
         norm: i32,
         eps: f32,
-        nibble_order: i32,
+        bits: i32,
         select: i32,
         softmax_of_chosen: i32,
         renorm: i32,
@@ -92,13 +93,12 @@ structs! {
         keep_groups: i32,
         jitter: f32,
         scale: f32,
-        warm: u64,
-        warm_bytes: u64,
     }
     /// First half of the experts.
-    GateUpArgs in "moe.cu" {
+    GateUpArgs in "linear.cu" {
         h: u64,
-        x: u64,
+        x_q: u64,
+        x_scale: u64,
         slots: u64,
         num_slots: u64,
         pairs: u64,
@@ -106,11 +106,25 @@ structs! {
         d: i32,
         f: i32,
         k: i32,
-        g: i32,
-        stages: i32,
         columns: i32,
+        stages: i32,
     }
-    /// Second half.
+    /// Second half, pair by pair.
+    DownPairsArgs in "linear.cu" {
+        out: u64,
+        h_q: u64,
+        h_scale: u64,
+        slots: u64,
+        num_slots: u64,
+        pairs: u64,
+        t: i32,
+        d: i32,
+        f: i32,
+        k: i32,
+        columns: i32,
+        stages: i32,
+    }
+    /// Second half with its sum.
     DownArgs in "moe.cu" {
         y: u64,
         add: u64,
@@ -123,8 +137,7 @@ structs! {
         d: i32,
         f: i32,
         k: i32,
-        g: i32,
-        chunk_steps: i32,
+        chunk: i32,
         stages: i32,
         columns: i32,
         scale: f32,
@@ -159,34 +172,74 @@ structs! {
         rope_dim: i32,
         interleaved: i32,
         window: i32,
-        nibble_order: i32,
         scale: f32,
-        warm: u64,
-        warm_bytes: u64,
     }
-    /// Norm or conversion of rows.
-    NormArgs in "rows.cu" {
-        y: u64,
+    /// Keys and values of new tokens, and their queries made ready.
+    AppendArgs in "attention.cu" {
+        q: u64,
+        k: u64,
+        v: u64,
+        k_pages: u64,
+        v_pages: u64,
+        page_table: u64,
+        positions: u64,
+        rows: u64,
+        q_gain: u64,
+        k_gain: u64,
+        cosines: u64,
+        sines: u64,
+        q_stride: i32,
+        k_stride: i32,
+        v_stride: i32,
+        h: i32,
+        hk: i32,
+        max_pages: i32,
+        norm: i32,
+        eps: f32,
+        clip: f32,
+        rope_dim: i32,
+        interleaved: i32,
+    }
+    /// Attention of runs of new tokens.
+    PrefillArgs in "attention.cu" {
+        out: u64,
+        q: u64,
+        k_pages: u64,
+        v_pages: u64,
+        page_table: u64,
+        positions: u64,
+        rows: u64,
+        q_stride: i32,
+        out_stride: i32,
+        t: i32,
+        h: i32,
+        hk: i32,
+        max_pages: i32,
+        window: i32,
+        scale: f32,
+    }
+    /// Planes of rows.
+    PlanesArgs in "rows.cu" {
+        q: u64,
+        scale: u64,
         x: u64,
+        up: u64,
         gain: u64,
         shift: u64,
-        width: i32,
-        runs: i32,
+        k: i32,
         x_stride: i32,
-        y_stride: i32,
-        x_is_bf16: i32,
-        y_is_f32: i32,
-        nibble_order: i32,
         norm: i32,
         eps: f32,
     }
-    /// Gated activation.
-    GatedActArgs in "rows.cu" {
+    /// The sum over ranks.
+    CombineArgs in "rows.cu" {
         y: u64,
-        gate: u64,
-        up: u64,
-        f: i32,
-        nibble_order: i32,
+        add: u64,
+        pairs: u64,
+        gates: u64,
+        d: i32,
+        k: i32,
+        scale: f32,
     }
     /// Gated sum.
     AddGatedArgs in "rows.cu" {
@@ -217,16 +270,18 @@ pub(super) struct Fast {
 }
 
 impl Fast {
-    /// Loads every kernel there is.
-    pub fn load(device: &Arc<Device>) -> Result<Self, CudaError> {
+    /// Loads the kernels for weights of some forms, as kernel names spell them.
+    pub fn load(device: &Arc<Device>, forms: &[&str]) -> Result<Self, CudaError> {
         let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
-        // The first start on a machine compiles everything; each program keeps one core busy for seconds.
+        let wanted = |p: &&Source| p.name != "plain.cu" && p.form.is_none_or(|f| forms.contains(&f));
+        let programs: Vec<&Source> = PROGRAMS.iter().filter(wanted).collect();
+        // The first start on a machine compiles; each program keeps one core busy for seconds.
         let arch = device.properties().arch();
-        PROGRAMS.par_iter().try_for_each(|program| cached(program, &arch).map(drop))?;
+        programs.par_iter().try_for_each(|program| cached(program, &arch).map(drop))?;
         let mut functions = HashMap::new();
-        for program in PROGRAMS.iter().filter(|p| p.name != "plain.cu") {
+        for program in programs {
             let module = Module::load(device, program)?;
-            for name in names(program.name) {
+            for name in names(program) {
                 functions.insert(name.clone(), module.function(&name)?);
             }
         }
@@ -250,20 +305,32 @@ impl Fast {
     }
 }
 
-/// Kernels of a source.
-fn names(program: &str) -> Vec<String> {
-    let widths = |with_floats: bool| {
-        let all = ["w4", "w4_g64", "w4_g32", "w8", "w8_g64", "w8_g32", "w8_c", "w16"];
-        all.into_iter().filter(move |w| with_floats || *w != "w16")
-    };
-    match program {
-        "linear.cu" => widths(true).flat_map(|w| ["s", "r", "n1", "n2", "n4"].map(|v| format!("linear_{w}_{v}"))).collect(),
-        "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1"].map(String::from).to_vec(),
-        "moe.cu" => widths(false)
-            .flat_map(|w| ["moe_gate_up_X", "moe_gate_up_X_few", "moe_gate_up_X_many", "moe_down_X"].map(|n| n.replace('X', w)))
-            .collect(),
-        "attention.cu" => [32, 64, 96, 128].map(|d| format!("attention_decode_d{d}")).to_vec(),
-        "rows.cu" => ["norm_rows", "gated_act", "add_gated", "argmax_rows"].map(String::from).to_vec(),
+/// Kernels of a program.
+fn names(program: &Source) -> Vec<String> {
+    let of_form = |patterns: &[&str]| patterns.iter().map(|p| p.replace('X', program.form.unwrap_or_default())).collect();
+    match program.name {
+        "linear.cu" => of_form(&[
+            "linear_X_s4",
+            "linear_X_h4",
+            "linear_X_n32",
+            "linear_X_n64",
+            "moe_gate_up_X_s4",
+            "moe_gate_up_X_n64",
+            "moe_down_pairs_X_s4",
+            "moe_down_pairs_X_n64",
+        ]),
+        "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1", "router_rows"].map(String::from).to_vec(),
+        "moe.cu" => {
+            let forms = PROGRAMS.iter().filter_map(|p| p.form);
+            forms.map(|f| format!("moe_down_{f}")).collect()
+        }
+        "attention.cu" => {
+            let each = |d| ["attention_decode", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
+            [32, 64, 96, 128].into_iter().flat_map(each).collect()
+        }
+        "rows.cu" => {
+            ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
+        }
         _ => Vec::new(),
     }
 }

@@ -71,22 +71,24 @@ pub struct Limits {
     pub sm_shared_bytes: usize,
 }
 
-/// Tokens up to which a product stages and normalises its own input.
+/// Tokens up to which a product makes the planes of its own input.
 pub const STAGED_TOK: usize = 4;
 /// Tokens up to which decode kernels and graphs are used.
 pub const DECODE_TOK: usize = 64;
-/// Registers of a multiprocessor and threads it holds.
-const SM_REGISTERS: usize = 65536;
-
-/// 16-byte chunks from one staged row to the next, odd multiples of 4 so that rows fall into different banks.
-fn chunk_stride(chunks: usize) -> usize {
-    (chunks | 7) + 5
-}
-
-/// Columns that four lanes read at once.
-fn step_cols(bits: usize) -> usize {
-    512 / bits
-}
+/// Tokens from which logits of the router come from a product of their own.
+const ROUTER_ROWS_TOK: usize = 65;
+/// Tokens up to which the experts' rows are streamed whole.
+const STREAMED_TOK: usize = 48;
+/// Tokens up to which one kernel takes products and sums of the experts' second half.
+const SUMMED_TOK: usize = 4;
+/// Tokens of the widest pass of a product for few tokens.
+const FEW_TOK: usize = 32;
+/// Output rows from which a product for few tokens does not split k.
+const TALL_ROWS: usize = 40_000;
+/// Cost of a pass over weights, in tokens.
+const PASS_COST: usize = 16;
+/// Weights whose activations share a scale.
+const GROUP_K: usize = 128;
 
 /// How a matrix is stored, as kernel names spell it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -102,7 +104,7 @@ impl Width {
     pub fn name(self, cols: usize) -> Option<&'static str> {
         match (self.bits, self.group) {
             (16, _) => Some("w16"),
-            (8, group) if group == cols => Some("w8_c"),
+            (8, group) if group == cols && ![32, 64, 128].contains(&group) => Some("w8_c"),
             (4, 128) => Some("w4"),
             (4, 64) => Some("w4_g64"),
             (4, 32) => Some("w4_g32"),
@@ -113,75 +115,161 @@ impl Width {
         }
     }
 
-    /// Four groups a step take the most registers, hence half the warps.
+    /// Four scales a group, or sixteen bits, take the most registers: fewer blocks a multiprocessor.
     fn is_widest(self) -> bool {
-        (self.bits, self.group) == (4, 32)
+        self.bits == 16 || self.group == 32
     }
 
-    /// Steps of a group, at least one.
-    fn steps_a_group(self, cols: usize) -> usize {
-        if self.group == cols { 1 } else { (self.group / step_cols(self.bits)).max(1) }
+    /// Scales of a group of 128.
+    fn scales_a_group(self) -> usize {
+        if self.bits == 16 { 0 } else { (GROUP_K / self.group).max(1) }
     }
+
+    /// Scales of a row.
+    fn scales(self, cols: usize) -> usize {
+        if self.bits == 16 { 0 } else { cols / self.group }
+    }
+
+    /// Bytes of the planes of one token's group, without and with its scale.
+    fn block(self) -> usize {
+        block_bytes(self.bits)
+    }
+
+    /// Groups that a ring of codes holds.
+    fn depth(self) -> usize {
+        if self.bits == 16 { 2 } else { 3 }
+    }
+
+    /// Bytes of a ring of codes and scales of `tiles` tiles of sixteen rows a warp.
+    fn ring(self, tiles: usize, warps: usize, depth: usize) -> usize {
+        warps * depth * (256 * tiles * self.bits + 128 * self.scales_a_group())
+    }
+}
+
+fn block_bytes(bits: usize) -> usize {
+    if bits == 16 { 512 } else { 256 }
+}
+
+/// Bytes of the planes of a token with so many columns.
+pub fn plane_bytes(bits: usize, cols: usize) -> usize {
+    cols.div_ceil(GROUP_K) * block_bytes(bits)
+}
+
+/// Scales of the planes of a token with so many columns, whole 16 bytes.
+pub fn plane_scales(cols: usize) -> usize {
+    cols.div_ceil(GROUP_K).next_multiple_of(4)
+}
+
+/// Planes of rows.
+pub fn planes(cols: usize, num_rows: usize) -> Grid {
+    Grid::new([num_rows, 1, 1], if cols <= 1024 { 128 } else { 256 })
+}
+
+/// Multiples of eight from the largest down.
+fn eights(least: usize, most: usize) -> impl Iterator<Item = usize> {
+    (least / 8..=most / 8).rev().map(|n| 8 * n)
+}
+
+/// Shared memory of the sums of warps that split k.
+fn reduction(columns: usize, rows: usize, k_warps: usize) -> usize {
+    if k_warps == 1 { 0 } else { 4 * k_warps * columns.min(16) * (rows + 8) }
+}
+
+/// Blocks of a multiprocessor: what shared memory allows, up to what the kernel was compiled for.
+fn blocks_that_fit(shared: usize, most: usize, limits: Limits) -> Option<usize> {
+    (shared <= limits.block_shared_bytes).then(|| (limits.sm_shared_bytes / (shared + 1024)).clamp(1, most))
 }
 
 /// Which variant of a product, and how it is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearLaunch {
-    /// `s` reads `f32` in natural order and may normalise; `n1`, `n2`, `n4` read bf16.
+    /// `s4`, `h4` read `f32` and may normalise; `n32`, `n64` read planes.
     pub variant: &'static str,
-    /// Blocks walk over tiles of 16 rows.
+    /// Blocks walk over tiles of rows; the second direction is runs of tokens.
     pub grid: Grid,
-    /// Items of weights in shared memory.
-    pub stages: usize,
+    /// Tokens at a time.
+    pub columns: usize,
 }
 
-/// A product of `num_tok` rows of `cols` with `tiles` tiles of 16 rows; `None` if a block would need too much shared memory.
-pub fn linear(width: Width, cols: usize, tiles: usize, num_tok: usize, staged: bool, limits: Limits) -> Option<LinearLaunch> {
-    let (variant, columns) = match num_tok {
-        _ if staged => ("s", 1),
-        0..=8 => ("n1", 1),
-        9..=16 => ("n2", 2),
-        _ => ("n4", 4),
-    };
-    let step = step_cols(width.bits);
-    let own = if columns > 1 { 4 } else { 8 };
-    let runs = cols.div_ceil(own * step);
-    let base = |warps: usize| 4 * (8 * warps).max(32) + 1280 * warps * columns;
-    let launched = |warps: usize, shared: usize, registers: usize, stages: usize| {
-        let fit = (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * registers)).max(1);
-        let blocks = tiles.min(fit * limits.num_sm);
-        let grid = Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared);
-        let fits = shared <= limits.block_shared_bytes;
-        fits.then_some((LinearLaunch { variant, grid, stages }, tiles <= fit * limits.num_sm))
-    };
-    if columns > 1 {
-        let shared = |warps: usize| base(warps) + 16 * chunk_stride(step / 2) * 8 * columns * warps;
-        let fewer = (0..4).map(|halvings| (runs.clamp(1, 8) >> halvings).max(1));
-        return fewer.into_iter().find_map(|warps| launched(warps, shared(warps), 208, 1)).map(|l| l.0);
+/// A product of `num_tok` rows of `cols` with matrices of so many `rows`; `None` if a block would need too much shared memory.
+pub fn linear(width: Width, cols: usize, rows: &[usize], num_tok: usize, staged: bool, limits: Limits) -> Option<LinearLaunch> {
+    let num_tok = num_tok.max(1);
+    let tall = rows.iter().sum::<usize>() >= TALL_ROWS;
+    let few = num_tok <= FEW_TOK && !tall;
+    let (depth, widest) = (width.depth(), width.is_widest() as usize);
+    let split = Product { variant: "s4", tiles: 1, m_warps: 1, k_warps: 8, depth, most_blocks: 3 - widest, most_tok: STAGED_TOK };
+    let whole = Product { variant: "h4", m_warps: 8, k_warps: 1, depth: depth + 1, most_blocks: 2 - widest, ..split };
+    let planes = Product { variant: "n32", tiles: 2, m_warps: 1, k_warps: 8, depth: 2, most_blocks: 1, most_tok: FEW_TOK };
+    let many = Product { variant: "n64", m_warps: 4, k_warps: 1, depth, most_blocks: 2, most_tok: 64, ..planes };
+    let of = |p: Product| p.launch(width, cols, rows, num_tok, staged, limits);
+    match (staged, few) {
+        (true, _) => of(if tall { whole } else { split }),
+        (false, true) => of(planes).or_else(|| of(many)),
+        (false, false) => of(many),
     }
-    let row_bytes = cols * width.bits / 8;
-    let mut warps = runs.clamp(1, 8);
-    loop {
-        let rounds = runs.div_ceil(warps);
-        for stages in if rounds == 1 { 1..=2 } else { 2..=2 } {
-            let activations = if staged { chunk_stride(runs * step) } else { warps * chunk_stride(step) };
-            let shared = base(warps) + stages * 16 * line(row_bytes.min(512 * warps)) + 16 * num_tok * activations;
-            match launched(warps, shared, 80, stages) {
-                Some((_, false)) if stages == 1 => {}
-                Some((launch, _)) => return Some(launch),
-                None => break,
-            }
+}
+
+/// What differs between the variants of a product.
+#[derive(Clone, Copy)]
+struct Product {
+    variant: &'static str,
+    /// Tiles of sixteen rows a warp.
+    tiles: usize,
+    /// Warps side by side and along k.
+    m_warps: usize,
+    k_warps: usize,
+    /// Groups in the ring.
+    depth: usize,
+    /// Blocks of a multiprocessor it was compiled for.
+    most_blocks: usize,
+    /// Tokens at a time.
+    most_tok: usize,
+}
+
+impl Product {
+    fn launch(
+        self,
+        width: Width,
+        cols: usize,
+        rows: &[usize],
+        num_tok: usize,
+        staged: bool,
+        limits: Limits,
+    ) -> Option<LinearLaunch> {
+        let warps = self.m_warps * self.k_warps;
+        let tile_rows = 16 * self.tiles * self.m_warps;
+        let num_tiles: usize = rows.iter().map(|r| r.div_ceil(tile_rows)).sum();
+        let shared = |columns: usize| {
+            let token = width.block() + 4;
+            let planes =
+                if staged { columns * cols.div_ceil(GROUP_K) * token + 256 } else { self.k_warps * self.depth * columns * token };
+            width.ring(self.tiles, warps, self.depth) + planes + reduction(self.most_tok, tile_rows, self.k_warps)
+        };
+        let launched = |columns: usize| {
+            let fit = blocks_that_fit(shared(columns), self.most_blocks, limits)? * limits.num_sm;
+            let runs = num_tok.div_ceil(columns);
+            let cost = (num_tiles * runs).div_ceil(fit) * (columns + PASS_COST);
+            let grid = Grid::new([num_tiles.min((fit / runs).max(1)), runs, 1], 32 * warps as u32).shared(shared(columns));
+            Some((cost, LinearLaunch { variant: self.variant, grid, columns }))
+        };
+        if staged {
+            return if num_tok <= self.most_tok { launched(num_tok).map(|l| l.1) } else { None };
         }
-        if warps == 1 {
-            return None;
-        }
-        warps /= 2;
+        let most = num_tok.next_multiple_of(8).min(self.most_tok);
+        let least = if self.k_warps > 1 { most } else { most.min(16) };
+        let narrower = || eights(8, least - 8).find_map(launched);
+        eights(least, most).filter_map(launched).min_by_key(|l| l.0).or_else(narrower).map(|l| l.1)
     }
 }
 
 /// Bytes of one row's run of weights in shared memory, so that eight rows fall into different banks.
 fn line(bytes: usize) -> usize {
     bytes.next_multiple_of(128) + 64
+}
+
+/// Whether the router's logits come from a product of their own.
+pub fn routes_rows(num_tok: usize) -> bool {
+    num_tok >= ROUTER_ROWS_TOK
 }
 
 /// Tokens that a block of the fused router takes.
@@ -198,98 +286,146 @@ pub fn router_name(experts: usize, plain_top: bool, num_tok: usize) -> &'static 
     }
 }
 
+/// Words of the masks that say which pairs chose an expert.
+fn router_masks(experts: usize, top_k: usize, num_tok: usize) -> usize {
+    (num_tok * top_k).div_ceil(32) * experts
+}
+
 /// The fused router.
 pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
     let tokens = router_tokens(num_tok);
-    let shared = 4 * (tokens * (d + experts) + (tokens * experts).max(num_tok * top_k) + 64);
+    let before = (tokens * d).max(router_masks(experts, top_k, num_tok));
+    let shared = 4 * (before + tokens * experts + (tokens * experts).max(num_tok * top_k) + 64);
     let grid = Grid::new([8, num_tok.div_ceil(tokens), 1], 256).shared(shared);
     (shared <= limits.block_shared_bytes).then_some(grid)
 }
 
-/// Which instance of the first half of the experts, and how it is launched.
+/// The choice of experts where the logits are there.
+pub fn router_rows(experts: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
+    let shared = 4 * ((8 * experts).max(router_masks(experts, top_k, num_tok)) + (8 * experts).max(num_tok * top_k));
+    let grid = Grid::new([num_tok.div_ceil(8), 1, 1], 256).shared(shared);
+    (shared <= limits.block_shared_bytes).then_some(grid)
+}
+
+/// How a half of the experts is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GateUpLaunch {
-    /// Ending of the kernel's name: more warps a tile for one or two tokens, blocks that walk tiles for some more.
+pub struct ExpertsLaunch {
+    /// Ending of the kernel's name: `s4` streams whole rows, `n64` is for many tokens.
     pub variant: &'static str,
-    /// One block a tile and slot, or fewer that walk.
+    /// Tiles of rows, and blocks that walk over experts.
     pub grid: Grid,
-    /// Tiles in shared memory.
-    pub stages: usize,
     /// Tokens of an expert at a time.
     pub columns: usize,
+    /// Tiles in shared memory, for `s4`.
+    pub stages: usize,
+}
+
+/// What differs between the halves of the experts.
+struct Half {
+    /// Inner dimension, output rows, and matrices that a block reads side by side.
+    inner: usize,
+    rows: usize,
+    matrices: usize,
+    /// Warps side by side and along k of the streaming kernel, and its tile.
+    m_warps: usize,
+    k_warps: usize,
+    tile_rows: usize,
 }
 
 /// The first half of the experts.
-pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<GateUpLaunch> {
-    let step = step_cols(width.bits);
-    let (row_bytes, tiles) = (d * width.bits / 8, f.div_ceil(16));
-    let one_round = row_bytes <= if width.is_widest() { 1024 } else { 2048 };
-    if (3..=16).contains(&num_tok) && one_round {
-        let (stages, columns, warps) = (2, num_tok.min(2), d.div_ceil(step).div_ceil(2).max(1));
-        let shared = stages * 32 * row_bytes + warps * (2560 + 16 * stages * columns * chunk_stride(step / 4));
-        if shared <= limits.block_shared_bytes {
-            let fit = (limits.sm_shared_bytes / (shared + 1024)).min(SM_REGISTERS / (warps * 32 * 128)).max(1);
-            let grid = Grid::new([(tiles * slots).min(fit * limits.num_sm), 1, 1], 32 * warps as u32).shared(shared);
-            return Some(GateUpLaunch { variant: "_many", grid, stages, columns });
-        }
-    }
-    let (variant, own) = if num_tok <= 2 { ("_few", 2) } else { ("", 4) };
-    let fewer = (0..4).map(|halvings| (d.div_ceil(step).div_ceil(own).clamp(1, 8) >> halvings).max(1));
-    fewer.into_iter().find_map(|warps| {
-        let weights = 32 * line((64 * own * warps).min(row_bytes));
-        let shared = weights + warps * (1280 + 16 * num_tok.min(8) * chunk_stride(own * step / 8));
-        let grid = Grid::new([tiles, slots, 1], 32 * warps as u32).shared(shared);
-        (shared <= limits.block_shared_bytes).then_some(GateUpLaunch { variant, grid, stages: 1, columns: 1 })
-    })
+pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+    experts(width, &Half { inner: d, rows: f, matrices: 2, m_warps: 1, k_warps: 8, tile_rows: 32 }, slots, num_tok, limits)
 }
 
-/// How the second half of the experts is launched.
+/// The second half of the experts for pairs of tokens and experts, to be summed.
+pub fn down_pairs(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+    experts(width, &Half { inner: f, rows: d, matrices: 1, m_warps: 4, k_warps: 2, tile_rows: 64 }, slots, num_tok, limits)
+}
+
+fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+    let streamed = if num_tok <= STREAMED_TOK { streamed_experts(width, half, slots, num_tok, limits) } else { None };
+    let many = || {
+        let tiles = half.rows.div_ceil(128 / half.matrices);
+        let most_blocks = if half.matrices == 1 && width.is_widest() { 1 } else { 2 };
+        eights(8, num_tok.next_multiple_of(8).min(64)).find_map(|columns| {
+            let shared = width.ring(2, 4, width.depth()) + width.depth() * columns * (width.block() + 4);
+            let fit = blocks_that_fit(shared, most_blocks, limits)? * limits.num_sm;
+            let grid = Grid::new([tiles, slots.min((fit / tiles).max(1)), 1], 128).shared(shared);
+            Some(ExpertsLaunch { variant: "n64", grid, columns, stages: 0 })
+        })
+    };
+    streamed.or_else(many)
+}
+
+/// As many blocks as fit, then as many stages.
+fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+    const MOST_STAGES: usize = 2;
+    let (columns, groups) = (num_tok.clamp(1, 4), half.inner.div_ceil(GROUP_K));
+    let row_bytes = half.inner * width.bits / 8 + 2 * width.scales(half.inner);
+    let planes = columns * (groups * width.block() + 4 * plane_scales(half.inner));
+    let stage = (half.tile_rows * row_bytes + 64 + planes).next_multiple_of(16);
+    let tiles = half.rows.div_ceil(half.tile_rows / half.matrices);
+    let of = |stages: usize| {
+        let shared = stages * stage + 4 * half.k_warps * 4 * (half.tile_rows + 8);
+        let spacious = half.matrices == 1 || matches!((width.bits, width.group), (4, 128) | (8, 64 | 256..));
+        let blocks = blocks_that_fit(shared, if spacious && !width.is_widest() { 3 } else { 2 }, limits)?;
+        let grid =
+            Grid::new([tiles, slots.min((blocks * limits.num_sm / tiles).max(1)), 1], 32 * (half.m_warps * half.k_warps) as u32);
+        Some((blocks, ExpertsLaunch { variant: "s4", grid: grid.shared(shared), columns, stages }))
+    };
+    let one = of(1)?;
+    if tiles * slots <= one.0 * limits.num_sm {
+        return Some(one.1);
+    }
+    (2..=MOST_STAGES).filter_map(of).filter(|l| l.0 == one.0).last().map_or(Some(one.1), |l| Some(l.1))
+}
+
+/// How the second half of the experts is launched where one kernel also sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DownLaunch {
     /// One block 16 rows.
     pub grid: Grid,
-    /// Steps that a warp takes at once.
-    pub chunk_steps: usize,
+    /// Groups that a warp takes at once.
+    pub chunk: usize,
     /// Items of weights in shared memory a warp.
     pub stages: usize,
-    /// Tokens of an expert at a time.
-    pub columns: usize,
 }
 
-/// The second half of the experts: the longest chunks and most stages that fit.
+/// The second half of the experts for few tokens: the longest chunks and most stages that fit.
 pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<DownLaunch> {
-    const MOST_STEPS: usize = 6;
-    let warps = if width.is_widest() { 8 } else { 16 };
-    let longest = if num_tok == 1 { 3 } else { MOST_STEPS };
-    let step = step_cols(width.bits);
-    let (steps, whole) = (f.div_ceil(step), width.steps_a_group(f));
-    if num_tok * top_k > 65535 {
+    const MOST_GROUPS: usize = 6;
+    if num_tok > SUMMED_TOK {
         return None;
     }
+    let warps = if width.is_widest() { 8 } else { 16 };
+    let groups = f.div_ceil(GROUP_K);
+    let longest = if num_tok == 1 && groups <= MOST_GROUPS { MOST_GROUPS / 2 } else { MOST_GROUPS };
     for most in (1..=longest).rev() {
-        let chunk_steps = steps.div_ceil(steps.div_ceil(most)).next_multiple_of(whole);
-        if chunk_steps > MOST_STEPS {
-            continue;
-        }
-        let chunks = steps.div_ceil(chunk_steps);
+        let chunk = groups.div_ceil(groups.div_ceil(most));
+        let chunks = groups.div_ceil(chunk);
         let most_stages = if num_tok * top_k * chunks <= warps { 1 } else { 2 };
         for stages in (1..=most_stages).rev() {
-            let weights = stages * line((64 * chunk_steps).min(f * width.bits / 8));
-            let columns = 1;
-            let activations = stages * columns * chunk_stride(chunk_steps * step / 8);
-            let shared = warps * 16 * (weights + activations) + 64 * num_tok * top_k * chunks;
+            let codes = 16 * stages * line((16 * chunk * width.bits).min(f * width.bits / 8));
+            let planes = (chunk * (width.block() + 4)).next_multiple_of(16);
+            let shared = warps * (codes + planes) + 64 * num_tok * top_k * chunks;
             if shared <= limits.block_shared_bytes {
                 let grid = Grid::new([d.div_ceil(16), 1, 1], 32 * warps as u32).shared(shared);
-                return Some(DownLaunch { grid, chunk_steps, stages, columns });
+                return Some(DownLaunch { grid, chunk, stages });
             }
         }
     }
     None
 }
 
+/// The sum over ranks.
+pub fn combine(d: usize, num_tok: usize) -> Grid {
+    Grid::new([d.div_ceil(512), num_tok, 1], 128)
+}
+
 /// Most blocks that share the pages of one sequence and head.
 pub fn attention_splits(num_tok: usize) -> usize {
-    (128 / num_tok.max(1)).clamp(1, 32)
+    let all = if num_tok <= 4 { 128 } else { 64 };
+    (all / num_tok.max(1)).clamp(1, 64)
 }
 
 /// Decode attention.
@@ -298,6 +434,12 @@ pub fn attention(head_dim: usize, kv_heads: usize, num_tok: usize) -> Grid {
     let merge = 4 * 16 * (head_dim + 4) * 4;
     let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + 18 * head_dim * 4;
     Grid::new([attention_splits(num_tok), kv_heads, num_tok], 128).shared(shared)
+}
+
+/// Attention of runs of new tokens.
+pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid {
+    const RUN: usize = 64;
+    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(5 * RUN * (head_dim + 8) * 2)
 }
 
 /// Greedy choice: enough blocks to read the logits of few rows at full speed.
@@ -325,18 +467,38 @@ mod tests {
     const H200: Limits = Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472 };
     const RTX_3090: Limits = Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400 };
 
-    /// The shapes of the models in the README launch on the smallest supported cards at batch 1 to 32.
+    /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]
-    fn decode_fits_small_cards() {
+    fn products_fit_small_cards() {
         let w = |bits, group| Width { bits, group };
         for limits in [H200, RTX_3090] {
-            for t in [1, 2, 4, 8, 16, 32] {
+            for t in [1, 2, 4, 5, 8, 16, 32, 64, 512] {
                 for (d, f, experts, top_k) in [(2048, 768, 128, 8), (4096, 14336, 8, 2), (2048, 1408, 60, 4)] {
-                    assert!(linear(w(8, 128), d, 512, t, t <= STAGED_TOK, limits).is_some(), "linear {d} {t}");
-                    assert!(router(experts, top_k, d, t, limits).is_some(), "router {d} {t}");
-                    assert!(gate_up(w(4, 128), d, f, (t * top_k).min(experts), t, limits).is_some(), "gate_up {d} {t}");
-                    assert!(t > 4 || down(w(4, 128), d, f, top_k, t, limits).is_some(), "down {f} {t}");
+                    for width in [w(8, 128), w(4, 32), w(16, 1)] {
+                        assert!(linear(width, d, &[d, 512], t, false, limits).is_some(), "linear {width:?} {d} {t}");
+                        let slots = (t * top_k).min(experts);
+                        assert!(gate_up(width, d, f, slots, t, limits).is_some(), "gate_up {width:?} {d} {t}");
+                        assert!(down_pairs(width, d, f, slots, t, limits).is_some(), "down_pairs {width:?} {d} {t}");
+                    }
+                    assert!(routes_rows(t) || router(experts, top_k, d, t, limits).is_some(), "router {d} {t}");
+                    assert!(router_rows(experts, top_k, t, limits).is_some(), "router_rows {d} {t}");
                 }
+            }
+        }
+    }
+
+    /// Every token is in a run, and no run is empty.
+    #[test]
+    fn runs_cover_the_tokens() {
+        for t in 1..200 {
+            assert!(
+                linear(Width { bits: 8, group: 128 }, 2048, &[5120], 0, false, H200).is_some(),
+                "a pass that asks for no logits"
+            );
+            for rows in [&[5120][..], &[2048], &[151_936]] {
+                let l = linear(Width { bits: 8, group: 128 }, 2048, rows, t, t <= STAGED_TOK, H200).unwrap();
+                let runs = l.grid.blocks[1] as usize;
+                assert!(runs * l.columns >= t && (runs - 1) * l.columns < t, "{t} {l:?}");
             }
         }
     }
@@ -349,6 +511,7 @@ mod tests {
         assert_eq!(name(4, 64, 192), Some("w4_g64"));
         assert_eq!(name(8, 1408, 1408), Some("w8_c"));
         assert_eq!(name(8, 32, 96), Some("w8_g32"));
+        assert_eq!(name(8, 128, 128), Some("w8"));
         assert_eq!(name(4, 96, 192), None);
         assert_eq!(name(16, 7, 7), Some("w16"));
     }

@@ -5,6 +5,7 @@
 
 use super::device::{CudaError, Device, During};
 use super::launch;
+use super::launch::Width;
 use super::memory::{Buffer, Event, Pinned, aligned};
 use super::plain::{Kind, Matrix, Plain};
 use crate::artifact::weights::{Data, Weight, Weights};
@@ -16,7 +17,7 @@ use crate::quant::format::{Bits, Format, Group};
 use crate::tensor::{self, Dtype};
 use cudarc::driver::result;
 use rayon::prelude::*;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// Bytes of one staging buffer; large enough that a copy is not all overhead.
@@ -114,7 +115,7 @@ fn form_of(id: TensorId, weight: &Weight<'_>) -> Form {
     match &weight.data {
         _ if is_vector(id) => plain(Kind::F32),
         Data::Plain { dtype, .. } => plain(float_kind(*dtype)),
-        Data::Fp8 { .. } => plain(Kind::Bf16),
+        Data::Fp8 { .. } | Data::Mxfp4(_) | Data::Gather { .. } => plain(Kind::Bf16),
         Data::Packed(p) => {
             let kind = if p.bits == Bits::Four { Kind::Int4 } else { Kind::Int8 };
             Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype) }
@@ -180,6 +181,20 @@ impl Layout {
     /// Every tensor, in the order of the addresses.
     pub fn ids(&self) -> impl Iterator<Item = &TensorId> {
         self.order.iter()
+    }
+
+    /// Forms of the matrices, as kernel names spell them; sixteen bits always, for routers.
+    pub fn forms(&self) -> Vec<&'static str> {
+        let of = |p: &Place| {
+            let bits = match p.form.kind {
+                Kind::Int4 => 4,
+                Kind::Int8 => 8,
+                _ => 16,
+            };
+            Width { bits, group: p.form.group }.name(p.form.cols)
+        };
+        let forms: BTreeSet<&str> = self.places.values().filter_map(of).chain(["w16"]).collect();
+        forms.into_iter().collect()
     }
 
     /// Bytes that one tensor takes.

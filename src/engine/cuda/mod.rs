@@ -46,6 +46,8 @@ use vram::{Needs, VramPlan};
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
 pub const PLANNED_TOK: usize = 512;
+/// Tokens that pass through the experts at a time.
+const EXPERTS_TOK: usize = 512;
 /// Memory left to the driver, the display and other programs.
 const RESERVE_BYTES: u64 = 512 << 20;
 /// Largest value and latent widths of the plain attention kernels.
@@ -88,6 +90,8 @@ pub struct Engine {
     plain: Plain,
     fast: Fast,
     kernels: Kernels,
+    /// Kinds of blocks that are left to the plain kernels on this device.
+    unfit: Vec<String>,
     weights: Option<Arc<Weights>>,
     spec: ModelSpec,
     plan: Plan,
@@ -131,12 +135,12 @@ struct Workspace {
     /// Queries in latent space `[T, H, Rkv + Dr]` and mixed latents `[T, H, Rkv]`.
     latent_q: Buffer,
     latent_out: Buffer,
-    /// Inputs of products in bf16, of the widest product.
-    rounded: Buffer,
-    /// Attention output, gated activations and expert activations in bf16.
-    rounded_attn: Buffer,
-    rounded_act: Buffer,
-    rounded_inner: Buffer,
+    /// Planes of the input of a product, of the experts' input, and of their activations, each with its scales.
+    planes: Planes,
+    expert_planes: Planes,
+    inner_planes: Planes,
+    /// Output of each pair of token and expert `[T * K, D]`, of a chunk.
+    pair_outputs: Buffer,
     /// Experts in use and the tokens that chose them.
     expert_slots: Buffer,
     num_slots: Buffer,
@@ -147,6 +151,26 @@ struct Workspace {
     counters: Buffer,
     router_counters_at: usize,
     argmax_counters_at: usize,
+}
+
+/// Activations as the products of the fast kernels read them.
+struct Planes {
+    codes: Buffer,
+    scales: Buffer,
+}
+
+impl Planes {
+    /// Of so many rows of `cols` elements, whatever the weights beside them.
+    fn new(device: &Arc<Device>, rows: usize, cols: usize) -> Result<Self, CudaError> {
+        Ok(Self {
+            codes: Buffer::new(device, rows * launch::plane_bytes(16, cols))?,
+            scales: Buffer::new(device, rows * 4 * launch::plane_scales(cols))?,
+        })
+    }
+
+    fn bytes(rows: usize, cols: usize) -> usize {
+        rows * (launch::plane_bytes(16, cols) + 4 * launch::plane_scales(cols))
+    }
 }
 
 /// Where the kernels find a batch.
@@ -204,6 +228,8 @@ struct Widths {
     experts: usize,
     top_k: usize,
     expert: usize,
+    /// Of one expert.
+    inner: usize,
     latent_q: usize,
     latent_out: usize,
     partial: usize,
@@ -218,6 +244,7 @@ impl Widths {
                 w.experts = w.experts.max(m.router.experts);
                 w.top_k = w.top_k.max(m.router.top_k);
                 w.expert = w.expert.max(m.router.top_k * m.width);
+                w.inner = w.inner.max(m.width);
             }
             match &layer.attn {
                 Attn::Mla(a) => {
@@ -275,6 +302,7 @@ impl Engine {
         options: Options,
     ) -> Result<Self, CudaError> {
         let Start { device, plain, fast, plan, vram } = start;
+        let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
         let element = if options.cache == Kind::F32 { 4 } else { 2 };
         let pool = |width: usize| Buffer::new(&device, num_pages * PAGE_TOKENS * width * element);
@@ -301,6 +329,7 @@ impl Engine {
             plain,
             fast,
             kernels: options.kernels,
+            unfit,
             weights,
             spec,
             groups: fuse::fuse(&plan),
@@ -555,10 +584,14 @@ impl Engine {
 impl Workspace {
     fn new(device: &Arc<Device>, plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> Result<Self, CudaError> {
         let floats = |n: usize| Buffer::new(device, 4 * n);
-        let halves = |n: usize| Buffer::new(device, 2 * n);
         let w = Widths::of(spec);
-        let mut slots = plan.widths.iter().map(|width| floats(tok * width)).collect::<Result<Vec<_>, _>>()?;
-        slots[Slot::Logits as usize] = floats(rows * spec.vocab)?;
+        let pairs = tok.min(EXPERTS_TOK) * w.top_k;
+        let slots = plan
+            .widths
+            .iter()
+            .enumerate()
+            .map(|(slot, width)| floats(if slot == Slot::Logits as usize { rows * spec.vocab } else { tok * width }));
+        let slots = slots.collect::<Result<Vec<_>, _>>()?;
         let router_counters_at = aligned(4 * DECODE_TOK * w.kv_heads);
         let argmax_counters_at = router_counters_at + aligned(4 * (tok + 1));
         let counters = Buffer::new(device, argmax_counters_at + 4 * DECODE_TOK)?;
@@ -574,10 +607,10 @@ impl Workspace {
             inner: floats(tok * w.expert)?,
             latent_q: floats(tok * w.latent_q)?,
             latent_out: floats(tok * w.latent_out)?,
-            rounded: halves(tok.max(rows) * Self::widest(plan))?,
-            rounded_attn: halves(tok * plan.widths[Slot::Attn as usize])?,
-            rounded_act: halves(tok * plan.widths[Slot::Gate as usize])?,
-            rounded_inner: halves(tok * w.expert)?,
+            planes: Planes::new(device, tok.max(rows), Self::widest(plan))?,
+            expert_planes: Planes::new(device, tok.min(EXPERTS_TOK), spec.width)?,
+            inner_planes: Planes::new(device, pairs, w.inner)?,
+            pair_outputs: floats(pairs * spec.width)?,
             expert_slots: Buffer::new(device, w.experts * fast::SLOT_BYTES)?,
             num_slots: floats(1)?,
             pairs: floats(tok * w.top_k)?,
@@ -588,17 +621,20 @@ impl Workspace {
         })
     }
 
+    /// The longest row that a product reads.
     fn widest(plan: &Plan) -> usize {
-        plan.widths.iter().copied().max().unwrap_or(0)
+        let slots = (0..Slot::COUNT).filter(|&s| s != Slot::Logits as usize);
+        slots.map(|s| plan.widths[s]).max().unwrap_or(0)
     }
 
     fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize) -> u64 {
         let w = Widths::of(spec);
-        let all: usize = plan.widths.iter().sum();
-        let floats = all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out;
-        let halves = Self::widest(plan) + plan.widths[Slot::Attn as usize] + plan.widths[Slot::Gate as usize] + w.expert;
+        let all: usize = plan.widths.iter().sum::<usize>() - plan.widths[Slot::Logits as usize];
+        let pairs = tok.min(EXPERTS_TOK) * w.top_k;
+        let floats = tok * (all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out) + pairs * spec.width;
+        let planes = Planes::bytes(tok, Self::widest(plan) + spec.width) + Planes::bytes(pairs, w.inner);
         let decode = DECODE_TOK * (spec.vocab + 2 * w.partial);
-        (tok * (4 * floats + 2 * halves) + 4 * decode) as u64
+        (4 * (floats + decode) + planes) as u64
     }
 }
 
@@ -639,7 +675,7 @@ impl Start {
             .map_err(|e| CudaError::Memory { needed: memory::gigabytes(e.smallest_bytes), free: memory::gigabytes(budget) })?;
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;
-        let fast = Fast::load(&device)?;
+        let fast = Fast::load(&device, &layout.forms())?;
         Ok(Self { device, plain, fast, plan, vram })
     }
 }

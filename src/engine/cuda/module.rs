@@ -3,7 +3,7 @@
 //! A compiled file is named by a hash of everything that went into it: sources, flags, target, compiler. It is written beside
 //! its place and renamed, so that two processes that race leave one sound file.
 
-use super::device::{self, CudaError, Device, During};
+use super::device::{self, CudaError, Device, During, Properties};
 use super::launch::Grid;
 use crate::files;
 use cudarc::driver::{result, sys};
@@ -21,18 +21,30 @@ pub struct Source {
     pub name: &'static str,
     /// Its text.
     pub text: &'static str,
+    /// The form of weights whose kernels are wanted, for a source with kernels of many.
+    pub form: Option<&'static str>,
 }
 
 macro_rules! source {
     ($name:literal) => {
-        Source { name: $name, text: include_str!(concat!("../../../kernels/", $name)) }
+        Source { name: $name, text: include_str!(concat!("../../../kernels/", $name)), form: None }
+    };
+    ($name:literal, $form:literal) => {
+        Source { form: Some($form), ..source!($name) }
     };
 }
 
 /// Files with kernels in them.
 pub const PROGRAMS: &[Source] = &[
     source!("plain.cu"),
-    source!("linear.cu"),
+    source!("linear.cu", "w4"),
+    source!("linear.cu", "w4_g64"),
+    source!("linear.cu", "w4_g32"),
+    source!("linear.cu", "w8"),
+    source!("linear.cu", "w8_g64"),
+    source!("linear.cu", "w8_g32"),
+    source!("linear.cu", "w8_c"),
+    source!("linear.cu", "w16"),
     source!("router.cu"),
     source!("moe.cu"),
     source!("attention.cu"),
@@ -42,9 +54,9 @@ pub const PROGRAMS: &[Source] = &[
 pub const HEADERS: &[Source] = &[
     source!("common/base.cuh"),
     source!("common/mma.cuh"),
+    source!("common/planes.cuh"),
     source!("common/reduce.cuh"),
     source!("common/routing.cuh"),
-    source!("common/tile.cuh"),
     source!("common/stream.cuh"),
 ];
 
@@ -109,7 +121,8 @@ pub fn compile(source: &Source, arch: &str) -> Result<Compiled, CudaError> {
         )
     };
     check(created, "read a kernel source")?;
-    let options = FLAGS.iter().map(|f| text(f)).chain([text(&format!("--gpu-architecture={arch}"))]);
+    let form = source.form.iter().flat_map(|f| [text("-DONE_FORM"), text(&format!("-DFORM_{f}"))]);
+    let options = FLAGS.iter().map(|f| text(f)).chain([text(&format!("--gpu-architecture={arch}"))]).chain(form);
     let options = options.collect::<Result<Vec<_>, _>>()?;
     // SAFETY: the program and the options live.
     let compiled = unsafe { nvrtc::nvrtcCompileProgram(program.0, options.len() as i32, pointers(&options).as_ptr()) };
@@ -151,13 +164,47 @@ fn newest_cached(dir: &Path) -> Option<String> {
 
 fn file_name(source: &Source, arch: &str, version: &str) -> String {
     let mut hash = Sha256::new();
-    let parts = HEADERS.iter().flat_map(|h| [h.name, h.text]).chain(FLAGS).chain([source.name, source.text, arch, version]);
+    let parts = HEADERS.iter().flat_map(|h| [h.name, h.text]).chain(FLAGS).chain([
+        source.name,
+        source.text,
+        source.form.unwrap_or(""),
+        arch,
+        version,
+    ]);
     for part in parts {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part.as_bytes());
     }
     let hex: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
-    format!("{}-{arch}-{hex}.cubin", source.name.trim_end_matches(".cu"))
+    let form = source.form.map(|f| format!("-{f}")).unwrap_or_default();
+    format!("{}{form}-{arch}-{hex}.cubin", source.name.trim_end_matches(".cu"))
+}
+
+/// Where it is noted which blocks `moe doctor` found wrong with these kernels on this device.
+fn unfit_path(properties: &Properties) -> Option<PathBuf> {
+    let mut hash = Sha256::new();
+    for part in HEADERS.iter().chain(PROGRAMS).map(|s| s.text).chain([&*properties.name, &*properties.driver]) {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    let hex: String = hash.finalize().iter().take(16).map(|b| format!("{b:02x}")).collect();
+    Some(cache_dir()?.join(format!("unfit-{hex}.json")))
+}
+
+/// Kinds of blocks that `moe doctor` found wrong with these kernels on this device; plain kernels run them instead.
+pub fn unfit(properties: &Properties) -> Vec<String> {
+    let text = unfit_path(properties).and_then(|p| files::read(&p).ok());
+    text.and_then(|t| serde_json::from_slice(&t).ok()).unwrap_or_default()
+}
+
+/// Notes which kinds of blocks are wrong on this device. A cache that cannot be written is no error.
+pub fn set_unfit(properties: &Properties, blocks: &[String]) {
+    let Some(path) = unfit_path(properties) else { return };
+    if !blocks.is_empty() || path.exists() {
+        let text = serde_json::to_vec(blocks).unwrap_or_default();
+        let _ = path.parent().map(std::fs::create_dir_all);
+        let _ = files::write_atomic(&path, &text);
+    }
 }
 
 struct Program(nvrtc::nvrtcProgram);
@@ -349,6 +396,7 @@ mod tests {
         assert_eq!(base, file_name(&PROGRAMS[0], "sm_90", "13.0"));
         assert_ne!(base, file_name(&PROGRAMS[0], "sm_80", "13.0"));
         assert_ne!(base, file_name(&PROGRAMS[0], "sm_90", "12.9"));
-        assert_ne!(base, file_name(&Source { name: PROGRAMS[0].name, text: "" }, "sm_90", "13.0"));
+        assert_ne!(base, file_name(&Source { text: "", ..PROGRAMS[0] }, "sm_90", "13.0"));
+        assert_ne!(base, file_name(&Source { form: Some("w4"), ..PROGRAMS[0] }, "sm_90", "13.0"));
     }
 }
