@@ -5,7 +5,7 @@
 
 mod output;
 
-pub use output::{Existing, JOURNAL, OutputDir, partial_bytes};
+pub use output::{Existing, JOURNAL, OutputDir, WorkDir, partial_bytes};
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Read, Seek, Write};

@@ -32,7 +32,7 @@ impl Inventory {
         let checkpoint = Checkpoint::open(dir)?;
         match crate::model::family::read(checkpoint.config()) {
             Err(ConfigError::Family { .. }) => Self::of_structure(checkpoint),
-            _ => Weights::from_checkpoint(checkpoint).map(Weights::into_inventory),
+            _ => Weights::read(checkpoint).map(|(inventory, ..)| inventory),
         }
     }
 

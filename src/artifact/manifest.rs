@@ -110,6 +110,24 @@ pub struct Recipe {
     pub positive_scales: bool,
     /// Type of the scales.
     pub scale_dtype: String,
+    /// The budget that formats were chosen under, as it was typed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
+    /// The text that codes were chosen with, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Calibration>,
+}
+
+/// A calibration text.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Calibration {
+    /// Names of the task sets.
+    pub tasks: Vec<String>,
+    /// Of the token ids, little endian.
+    pub sha256: String,
+    /// How many.
+    pub tokens: usize,
 }
 
 /// What became of a tensor, or of the same tensor of every expert of a layer (`*` in place of the expert).

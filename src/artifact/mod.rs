@@ -8,6 +8,7 @@ mod journal;
 pub mod layout;
 pub mod manifest;
 pub mod plan;
+pub mod solved;
 mod stream;
 pub mod sums;
 pub mod weights;

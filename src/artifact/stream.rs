@@ -41,6 +41,7 @@ enum Chunk<'a> {
     Copy { bytes: &'a [u8], dtype: Dtype, from: Place<'a>, checked: bool },
     Rows { weight: Weight<'a>, rows: std::ops::Range<usize>, from: Place<'a>, what: What },
     Scales(TensorId),
+    Chosen { id: TensorId, words: &'a [u8], scales: &'a [u8] },
     Bytes(Vec<u8>),
     Release(String),
 }
@@ -166,7 +167,13 @@ impl<'a> Batch<'a> {
                     (weights.side(source).ok_or_else(vanished)?, weights.side_stored(source).ok_or_else(vanished)?);
                 self.rows(weight, stored, What::Floats { dtype: tensor.dtype })
             }
-            Content::Codes { id, bits, group } => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group }),
+            Content::Codes { id, bits, group } => match self.job.solved.and_then(|s| s.get(*id)) {
+                Some(packed) => {
+                    self.push(Chunk::Chosen { id: *id, words: packed.words, scales: packed.scales }, packed.words.len())?;
+                    weights.file_tensors(*id).into_iter().try_for_each(|name| self.push(Chunk::Release(name), 0))
+                }
+                None => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group }),
+            },
             Content::Scales { id } => self.push(Chunk::Scales(*id), 0),
             Content::Shape { shape } => {
                 self.push(Chunk::Bytes(shape.iter().flat_map(|&n| (n as i64).to_le_bytes()).collect()), 0)
@@ -223,6 +230,11 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
     match chunk {
         Chunk::Open(shard) => Ok(Done::Open(shard)),
         Chunk::Scales(id) => Ok(Done::Scales(id)),
+        Chunk::Chosen { id, words, scales } => {
+            let read: u64 = job.weights.get(id).map_or(0, |w| w.stored_bytes() as u64);
+            (job.progress)(read);
+            Ok(Done::Coded { id, codes: words.to_vec(), scales: scales.to_vec() })
+        }
         Chunk::Bytes(bytes) => Ok(Done::Owned(bytes)),
         Chunk::Release(name) => Ok(Done::Release(name)),
         Chunk::Copy { bytes, dtype, from, checked } => {

@@ -4,6 +4,7 @@
 //! the files is claimed. Reading is zero-copy: a [`Weight`] borrows the mapped file in the format it is stored in.
 
 use super::inventory::Inventory;
+use super::solved::Solved;
 use crate::checkpoint::{Checkpoint, CheckpointError, mxfp4};
 use crate::ids::{Part, TensorId};
 use crate::model::config::ConfigError;
@@ -155,12 +156,42 @@ impl Stored {
     }
 }
 
-/// A model directory that the engines can run, opened and checked: an inventory, and what it means.
+/// A model directory that the engines can run, opened and checked: an inventory, what it means, and tensors taken from elsewhere.
+#[derive(Clone)]
 pub struct Weights {
-    inventory: Inventory,
+    inventory: Arc<Inventory>,
     family: &'static Family,
     spec: ModelSpec,
-    overlay: Option<(Arc<Weights>, HashSet<TensorId>)>,
+    patches: Vec<Patch>,
+}
+
+/// Tensors taken from elsewhere.
+#[derive(Clone)]
+pub enum Patch {
+    /// These, from an artifact of the same model.
+    Model(Arc<Weights>, HashSet<TensorId>),
+    /// All of a calibrated pass.
+    Solved(Arc<Solved>),
+    /// These of a calibrated pass.
+    Some(Arc<Solved>, HashSet<TensorId>),
+}
+
+impl Patch {
+    fn get(&self, id: TensorId) -> Option<Weight<'_>> {
+        let packed = match self {
+            Patch::Model(weights, ids) => return if ids.contains(&id) { weights.get(id) } else { None },
+            Patch::Solved(solved) => solved.get(id),
+            Patch::Some(solved, ids) => solved.get(id).filter(|_| ids.contains(&id)),
+        };
+        packed.map(|p| Weight { rows: p.rows, cols: p.cols, data: Data::Packed(p) })
+    }
+
+    fn release(&self, id: TensorId) {
+        match self {
+            Patch::Model(weights, _) => weights.release([&id]),
+            Patch::Solved(solved) | Patch::Some(solved, _) => solved.release(id),
+        }
+    }
 }
 
 /// One weight in the format it is stored in; vectors have one row.
@@ -281,6 +312,12 @@ impl Weights {
 
     /// Checks an opened checkpoint against its config.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Self, WeightsError> {
+        let (inventory, family, spec) = Self::read(checkpoint)?;
+        Ok(Self { inventory: Arc::new(inventory), family, spec, patches: Vec::new() })
+    }
+
+    /// The tensors of a checkpoint, and what they mean together.
+    pub(super) fn read(checkpoint: Checkpoint) -> Result<(Inventory, &'static Family, ModelSpec), WeightsError> {
         let (family, spec) = family::read(checkpoint.config())?;
         let block = quantization(&checkpoint)?;
         let order = names::tensors(&spec);
@@ -309,21 +346,15 @@ impl Weights {
         if problems.is_empty() {
             let (outline, names) = (Outline::of(&spec), Box::new(family.names));
             let inventory = Inventory { checkpoint, outline, names, stored, order, side, asides };
-            Ok(Self { inventory, family, spec, overlay: None })
+            Ok((inventory, family, spec))
         } else {
             Err(WeightsError::Tensors { dir: checkpoint.dir().to_path_buf(), family: family.model_type.into(), problems })
         }
     }
 
-    /// The model of `base` with the tensors `ids` taken from `other`, an artifact of the same model.
-    pub fn blend(base: &Arc<Weights>, other: &Arc<Weights>, ids: HashSet<TensorId>) -> Result<Self, WeightsError> {
-        let checkpoint = Checkpoint::open(base.checkpoint().dir())?;
-        Ok(Self { overlay: Some((Arc::clone(other), ids)), ..Self::from_checkpoint(checkpoint)? })
-    }
-
-    /// The tensors without what they mean together.
-    pub fn into_inventory(self) -> Inventory {
-        self.inventory
+    /// The same model with tensors taken from elsewhere; the first patch that has one gives it.
+    pub fn patched(&self, patches: Vec<Patch>) -> Self {
+        Self { patches, ..self.clone() }
     }
 
     /// The family's row.
@@ -338,10 +369,18 @@ impl Weights {
 
     /// Reads a weight; `None` if the model has no such tensor.
     pub fn get(&self, id: TensorId) -> Option<Weight<'_>> {
-        if let Some((other, _)) = self.overlay.as_ref().filter(|(_, ids)| ids.contains(&id)) {
-            return other.get(id);
+        if let Some(weight) = self.patches.iter().find_map(|p| p.get(id)) {
+            return Some(weight);
         }
         self.inventory.get(id)
+    }
+
+    /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.
+    pub fn release<'a>(&self, ids: impl IntoIterator<Item = &'a TensorId>) {
+        for id in ids {
+            self.patches.iter().for_each(|p| p.release(*id));
+            self.inventory.release([id]);
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use super::journal::{Begun, Journal};
 use super::layout;
 use super::manifest::{self, FileSum, Manifest, Recipe, Source, VERSION};
 use super::plan::Plan;
+use super::solved::Solved;
 use super::stream::write_shards;
 use super::sums::{hash_files, hex};
 use crate::files::{self, Existing, JOURNAL, OutputDir};
@@ -26,6 +27,8 @@ pub struct Job<'a> {
     pub recipe: Recipe,
     /// How scales are chosen.
     pub method: Method,
+    /// Codes and scales chosen before; the rest is rounded.
+    pub solved: Option<&'a Solved>,
     /// No negative scales.
     pub positive_scales: bool,
     /// The directory to create.

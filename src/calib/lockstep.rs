@@ -3,19 +3,17 @@
 //! Peak memory is two layers of weights and the hidden states of all windows; the latter go to a scratch file past a limit, so
 //! that depth and text length cost disk, not memory.
 
+use super::hidden::{Hidden, groups};
 use super::metrics::{self, Choice, RouterScore, RouterSummary, Summary, TokenScore};
 use super::windows::Window;
 use crate::artifact::weights::Weights;
 use crate::engine::{Batch, Engine, EngineError, Event, Rows, cuda};
-use crate::files::{self, FileError, Scratch};
+use crate::files::FileError;
 use crate::ids::{LayerId, SeqId};
 use crate::model::plan::{Slot, Step};
 use rayon::prelude::*;
-use std::ops::Range;
 use std::sync::Arc;
 
-/// Rows of hidden states in one pass.
-const BATCH_TOK: usize = 2048;
 /// Rows of logits held at once.
 const LOGIT_ROWS: usize = 128;
 
@@ -66,36 +64,6 @@ pub enum LockstepError {
     /// Asked to stop.
     #[error("interrupted")]
     Interrupted,
-}
-
-/// Hidden states of all windows, `[rows, D]`, in memory or in a scratch file.
-enum Hidden {
-    Memory(Vec<f32>),
-    File(Scratch),
-}
-
-impl Hidden {
-    fn new(len: usize, in_memory: bool) -> Result<Self, FileError> {
-        Ok(if in_memory { Hidden::Memory(vec![0.0; len]) } else { Hidden::File(files::scratch()?) })
-    }
-
-    fn read(&self, at: Range<usize>) -> Result<Vec<f32>, FileError> {
-        match self {
-            Hidden::Memory(v) => Ok(v[at].to_vec()),
-            Hidden::File(f) => {
-                let bytes = f.read_at(4 * at.start as u64, 4 * at.len())?;
-                Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
-            }
-        }
-    }
-
-    fn write(&mut self, at: usize, values: &[f32]) -> Result<(), FileError> {
-        match self {
-            Hidden::Memory(v) => v[at..at + values.len()].copy_from_slice(values),
-            Hidden::File(f) => f.write_at(4 * at as u64, &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())?,
-        }
-        Ok(())
-    }
 }
 
 /// Where layers are computed.
@@ -251,23 +219,6 @@ fn scatter<T: Copy + Default>(dst: &mut Vec<T>, src: &[T], places: &[usize], row
     for (from, &row) in src.chunks_exact(width).zip(places) {
         dst[row * width..(row + 1) * width].copy_from_slice(from);
     }
-}
-
-/// Groups of consecutive windows of about [`BATCH_TOK`] rows, with their first row.
-fn groups(windows: &[Window]) -> Vec<(usize, &[Window])> {
-    let mut groups = Vec::new();
-    let (mut start, mut first_row, mut rows) = (0, 0, 0);
-    for (i, w) in windows.iter().enumerate() {
-        if rows > 0 && rows + w.tokens.len() > BATCH_TOK {
-            groups.push((first_row, &windows[start..i]));
-            (start, first_row, rows) = (i, first_row + rows, 0);
-        }
-        rows += w.tokens.len();
-    }
-    if start < windows.len() {
-        groups.push((first_row, &windows[start..]));
-    }
-    groups
 }
 
 /// Compares candidates with an original over some windows. `tick` is called after each group of each layer and may stop the run

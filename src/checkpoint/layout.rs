@@ -114,7 +114,7 @@ fn json_kind(value: &serde_json::Value) -> &'static str {
 /// Whether a top-level file is to be copied beside an artifact made from this checkpoint.
 pub(super) fn is_side_file(name: &str) -> bool {
     let lower = name.to_lowercase();
-    let ours = [CONFIG, "moe.json", "hot_experts.json"].contains(&name);
+    let ours = [CONFIG, "moe.json", "hot_experts.json", "quantize.json", "quantize.html"].contains(&name);
     !ours && !WEIGHTS.iter().any(|end| lower.ends_with(end))
 }
 

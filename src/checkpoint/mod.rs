@@ -110,6 +110,14 @@ impl Checkpoint {
         Ok(Checkpoint { dir, config, config_bytes, shards, entries })
     }
 
+    /// One safetensors file by itself, without a config.
+    pub fn file(path: &Path) -> Result<Checkpoint, CheckpointError> {
+        let (shard, tensors) = Shard::open(path.to_path_buf(), 0)?;
+        let dir = path.parent().unwrap_or(Path::new(".")).to_path_buf();
+        let config = serde_json::Value::Object(serde_json::Map::new());
+        Ok(Checkpoint { dir, config, config_bytes: Vec::new(), shards: vec![shard], entries: tensors.into_iter().collect() })
+    }
+
     /// The directory that holds the files; for a hub folder, its snapshot.
     pub fn dir(&self) -> &Path {
         &self.dir

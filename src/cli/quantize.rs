@@ -17,22 +17,38 @@ pub struct QuantizeArgs {
     /// Override the format of tensors by canonical id, e.g. 'layers.*.attn.o=int8:g64'; repeatable, first match wins.
     #[arg(long, value_name = "PATTERN=FORMAT")]
     pub set: Vec<String>,
-    /// How codes and scales are chosen: search, or absmax (bit-equal to compressed-tensors).
+    /// How codes and scales are chosen: search; absmax (bit-equal to compressed-tensors); with a calibration text, importance
+    /// (weighted search) or gptq (weighted search and error feedback).
     #[arg(long, default_value = "search", value_name = "METHOD")]
     pub method: String,
     /// Group size of every grouped format of the profile: 32, 64 or 128.
     #[arg(long, value_name = "N")]
     pub group_size: Option<usize>,
+    /// Calibration text of --method importance and gptq: a built-in task set or NAME=PATH; repeatable (default: all built-in).
+    #[arg(long, value_name = "TASK")]
+    pub calib: Vec<String>,
+    /// Most tokens of the calibration text, taken from all sets in turn.
+    #[arg(long, default_value_t = 131_072, value_name = "N")]
+    pub calib_tokens: usize,
+    /// Choose formats so that all tensors together take at most this, e.g. 14GB, with the least damage: for what the profile
+    /// quantizes and no --set names. Needs --method importance or gptq.
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["target_bpw", "group_size"])]
+    pub target_size: Option<String>,
+    /// The same budget in bits per weight, e.g. 4.6.
+    #[arg(long, value_name = "BITS", conflicts_with = "group_size")]
+    pub target_bpw: Option<f64>,
     /// Only positive scales, for readers that refuse negative ones.
     #[arg(long)]
     pub positive_scales: bool,
     /// Largest weight file, e.g. 5GB; one larger tensor or expert makes a larger file.
     #[arg(long, default_value = "5GB", value_name = "SIZE")]
     pub shard_size: String,
-    /// Continue a run that was stopped, from the weight files it had finished; the result is that of an unbroken run.
+    /// Continue a run that was stopped, from the weight files or calibrated layers it had finished; the result is that of an
+    /// unbroken run.
     #[arg(long)]
     pub resume: bool,
-    /// Most memory for weights between reading and writing; more than 600MiB is never needed.
+    /// Most memory for weights between reading and writing, of which more than 600MiB is never needed. With a calibration text,
+    /// also for hidden states, past which they go to a scratch file, and for second moments, past which experts go in waves.
     #[arg(long, default_value = "4GiB", value_name = "SIZE")]
     pub max_memory: String,
     /// Milliseconds to wait before each write; for tests of interruption.
@@ -44,4 +60,11 @@ pub struct QuantizeArgs {
     /// Replace an existing artifact; without --resume, also throw away what a stopped run had finished.
     #[arg(long)]
     pub force: bool,
+}
+
+impl QuantizeArgs {
+    /// The budget as it was typed.
+    pub fn target(&self) -> Option<String> {
+        self.target_size.clone().or_else(|| self.target_bpw.map(|b| format!("{b} bits per weight")))
+    }
 }

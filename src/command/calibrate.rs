@@ -3,7 +3,7 @@
 use super::measure::{self, Material};
 use super::{Interrupt, Status, UserError, open_model};
 use crate::artifact::manifest::{self, Manifest};
-use crate::artifact::weights::Weights;
+use crate::artifact::weights::{Patch, Weights};
 use crate::calib::lockstep::{self, Candidate, Comparison};
 use crate::calib::metrics::{RouterSummary, Summary};
 use crate::calib::windows::Window;
@@ -85,10 +85,8 @@ pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
     let sensitivity = if args.sensitivity {
         let items = items(&original, &artifact);
         let few = spaced(&material.windows, SENSITIVITY_WINDOWS);
-        let candidates: Vec<Candidate> = items
-            .iter()
-            .map(|i| Ok(whole(&Arc::new(Weights::blend(&original, &artifact, i.ids.clone())?))))
-            .collect::<Result<_>>()?;
+        let alone = |i: &Item| original.patched(vec![Patch::Model(Arc::clone(&artifact), i.ids.clone())]);
+        let candidates: Vec<Candidate> = items.iter().map(|i| whole(&Arc::new(alone(i)))).collect();
         let found = run(&candidates, &few, "sensitivity")?;
         items.into_iter().zip(found).map(|(item, c)| (item, c.summary().kld.mean)).collect()
     } else {

@@ -19,6 +19,7 @@ use crate::artifact::manifest::ManifestError;
 use crate::artifact::weights::{Weights, WeightsError};
 use crate::calib::lockstep::Place;
 use crate::calib::sets::SetError;
+use crate::calib::solve::SolveError;
 use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;
 use crate::cli::{Cli, Command, Device};
@@ -185,6 +186,7 @@ pub fn hint(error: &anyhow::Error) -> Option<String> {
         CudaError,
         LoadError,
         WeightsError,
+        SolveError,
         ArtifactError,
         ManifestError,
         PrecisionError,

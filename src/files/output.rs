@@ -110,17 +110,65 @@ impl OutputDir {
 
     /// Removes what an unfinished run left, except the files named.
     pub fn clear(&self, except: &[&str]) -> Result<(), FileError> {
-        for entry in fs::read_dir(&self.partial).map_err(failed("list", &self.partial))? {
-            let entry = entry.map_err(failed("list", &self.partial))?;
-            let path = entry.path();
-            if entry.file_name() == LOCK || except.iter().any(|name| entry.file_name() == *name) {
-                continue;
-            }
-            let is_dir = entry.file_type().map_err(failed("inspect", &path))?.is_dir();
-            let removed = if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(failed("remove", &path))?;
+        clear(&self.partial, except)
+    }
+}
+
+/// Removes everything inside a directory but its lock and the files named.
+fn clear(dir: &Path, except: &[&str]) -> Result<(), FileError> {
+    for entry in fs::read_dir(dir).map_err(failed("list", dir))? {
+        let entry = entry.map_err(failed("list", dir))?;
+        let path = entry.path();
+        if entry.file_name() == LOCK || except.iter().any(|name| entry.file_name() == *name) {
+            continue;
         }
-        Ok(())
+        let is_dir = entry.file_type().map_err(failed("inspect", &path))?.is_dir();
+        let removed = if is_dir { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        removed.map_err(failed("remove", &path))?;
+    }
+    Ok(())
+}
+
+/// A directory beside an output, `.<name>.work`, for what a run has chosen before it writes, so that a later run can go on from
+/// it. It outlives the run unless it is [`WorkDir::remove`]d; a lock keeps a second run out.
+#[derive(Debug)]
+pub struct WorkDir {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl WorkDir {
+    /// Opens the directory, or makes it.
+    pub fn open(output: &Path) -> Result<WorkDir, FileError> {
+        let target = std::path::absolute(output).map_err(failed("resolve", output))?;
+        let path = sibling(&target, ".work")?;
+        if let Some(parent) = target.parent() {
+            fs::create_dir_all(parent).map_err(failed("create", parent))?;
+        }
+        let lock = lock_dir(&path, &target)?;
+        Ok(WorkDir { path, _lock: lock })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A folder inside, made if need be.
+    pub fn folder(&self, name: &str) -> Result<PathBuf, FileError> {
+        let path = self.path.join(name);
+        fs::create_dir_all(&path).map_err(failed("create", &path))?;
+        Ok(path)
+    }
+
+    /// Removes everything inside.
+    pub fn clear(&self) -> Result<(), FileError> {
+        clear(&self.path, &[])
+    }
+
+    /// Removes it.
+    pub fn remove(self) -> Result<(), FileError> {
+        fs::remove_dir_all(&self.path).map_err(failed("remove", &self.path))
     }
 }
 

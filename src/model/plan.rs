@@ -244,6 +244,43 @@ impl Step {
         id.map_or_else(|| name.to_string(), |id| format!("{name} {id}"))
     }
 
+    /// Buffers whose content the result depends on.
+    pub fn reads(&self) -> Vec<Slot> {
+        match *self {
+            Step::Embed { .. } => vec![],
+            Step::Norm { dst, src, .. } if dst == src => vec![dst],
+            Step::Norm { src, .. } | Step::Linear { src, .. } | Step::Route { src, .. } => vec![src],
+            Step::Experts { src, .. } | Step::Head { src, .. } => vec![src],
+            Step::Clip { buf, .. } | Step::Rope { buf, .. } => vec![buf],
+            Step::Attend { q, k, v, .. } => vec![q, k, v],
+            Step::AttendLatent { q, latent, .. } => vec![q, latent],
+            Step::GatedAct { gate, up } => vec![gate, up],
+            Step::AddGated { acc, add, gate } => [acc, add].into_iter().chain(gate).collect(),
+            Step::Add { acc, add, .. } => vec![acc, add],
+        }
+    }
+
+    /// The buffer that is written; a router writes none.
+    pub fn writes(&self) -> Option<Slot> {
+        match *self {
+            Step::Embed { dst, .. } | Step::Norm { dst, .. } | Step::Linear { dst, .. } => Some(dst),
+            Step::Attend { dst, .. } | Step::AttendLatent { dst, .. } => Some(dst),
+            Step::Experts { dst, .. } | Step::Head { dst, .. } => Some(dst),
+            Step::Clip { buf, .. } | Step::Rope { buf, .. } => Some(buf),
+            Step::GatedAct { gate, .. } => Some(gate),
+            Step::AddGated { acc, .. } | Step::Add { acc, .. } => Some(acc),
+            Step::Route { .. } => None,
+        }
+    }
+
+    /// The matrix that is multiplied with a buffer, and that buffer; the experts' are not among these.
+    pub fn product(&self) -> Option<(TensorId, Slot)> {
+        match *self {
+            Step::Linear { src, w, .. } | Step::Route { src, w, .. } | Step::Head { src, w, .. } => Some((w, src)),
+            _ => None,
+        }
+    }
+
     /// Kind of the step, for profiles.
     pub fn kind(&self) -> &'static str {
         match self {

@@ -47,6 +47,16 @@ pub enum Group {
     Channel,
 }
 
+impl Group {
+    /// How many columns these are, of rows of `cols`.
+    pub fn columns(self, cols: usize) -> usize {
+        match self {
+            Group::Of(n) => n,
+            Group::Channel => cols,
+        }
+    }
+}
+
 /// How a matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Format {
@@ -204,6 +214,53 @@ impl<'a> Packed<'a> {
             self.row_scales(first + i, &mut scales);
             let words = self.row_words(first + i);
             dequantize(row, words, &scales, self.bits, self.group);
+        }
+    }
+}
+
+/// A packed matrix in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnedPacked {
+    /// Width of a code.
+    pub bits: Bits,
+    /// Columns a scale covers.
+    pub group: Group,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// As in [`Packed`].
+    pub words: Vec<u8>,
+    /// As in [`Packed`].
+    pub scales: Vec<u8>,
+    /// Type of the scales.
+    pub scale_dtype: Dtype,
+}
+
+impl OwnedPacked {
+    /// Room for a matrix.
+    pub fn zeroed(rows: usize, cols: usize, bits: Bits, group: Group, scale_dtype: Dtype) -> Self {
+        let format = Format::Int { bits, group };
+        let words = vec![0; rows * format.packed_cols(cols) * 4];
+        let scales = vec![0; scale_dtype.bytes(rows * format.scale_cols(cols))];
+        Self { bits, group, rows, cols, words, scales, scale_dtype }
+    }
+
+    /// Bytes of a row's words and of its scales.
+    pub fn row_bytes(&self) -> [usize; 2] {
+        [self.words.len() / self.rows.max(1), self.scales.len() / self.rows.max(1)]
+    }
+
+    /// The matrix, borrowed.
+    pub fn view(&self) -> Packed<'_> {
+        Packed {
+            bits: self.bits,
+            group: self.group.columns(self.cols),
+            rows: self.rows,
+            cols: self.cols,
+            words: &self.words,
+            scales: &self.scales,
+            scale_dtype: self.scale_dtype,
         }
     }
 }

@@ -82,6 +82,16 @@ pub enum RoundError {
     },
 }
 
+impl RoundError {
+    /// The same where the block given begins at `first` of a longer one.
+    pub fn below(self, first: usize) -> Self {
+        match self {
+            RoundError::NonFinite { row, col } => RoundError::NonFinite { row: first + row, col },
+            RoundError::ScaleOverflow { row, col } => RoundError::ScaleOverflow { row: first + row, col },
+        }
+    }
+}
+
 /// Quantizes rows `src`, `[n, cols]`, into packed `words` and `scales`. `energy`, `[cols]`, weighs squared errors.
 ///
 /// # Panics
@@ -182,14 +192,18 @@ fn pack(words: &mut [u8], x: &[f32], scale: f32, bits: Bits, reduced: Dtype) {
     }
 }
 
+/// Code of a value over its scale.
+#[inline(always)]
+pub(super) fn code(quotient: f32, half: f32) -> u8 {
+    let rounded = quotient.max(-half).min(half - 1.0) + ROUND;
+    (rounded.to_bits() as u8).wrapping_add(half as u8)
+}
+
 #[inline(always)]
 fn pack_with(words: &mut [u8], x: &[f32], bits: Bits, quotient: impl Fn(f32) -> f32) {
     const LANES: usize = 32;
     let half = bits.half() as f32;
-    let code = |v: f32| {
-        let rounded = quotient(v).max(-half).min(half - 1.0) + ROUND;
-        (rounded.to_bits() as u8).wrapping_add(half as u8)
-    };
+    let code = |v: f32| code(quotient(v), half);
     if bits == Bits::Eight {
         words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v));
         return;

@@ -8,6 +8,7 @@ mod chart;
 mod digest;
 pub mod page;
 mod plain;
+mod rounding;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};

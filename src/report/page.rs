@@ -20,7 +20,7 @@ pub struct PageError(#[from] minijinja::Error);
 
 /// A named fact.
 #[derive(Debug, Serialize)]
-struct Fact {
+pub(super) struct Fact {
     name: String,
     value: String,
 }
@@ -28,7 +28,7 @@ struct Fact {
 /// What a section is made of; blocks fill two columns unless wide.
 #[derive(Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-enum Block {
+pub(super) enum Block {
     Figures {
         figures: Vec<Figure>,
     },
@@ -51,7 +51,7 @@ enum Block {
 }
 
 #[derive(Debug, Serialize)]
-struct Section {
+pub(super) struct Section {
     title: &'static str,
     lead: String,
     blocks: Vec<Block>,
@@ -126,18 +126,18 @@ fn sections(stage: &str, v: &Value) -> Vec<Section> {
         "Quantize" | "Short run" | "Bench" => facts(v),
         _ => [key_figures(stage, v), tasks(v), output(v), by_layer(v), sensitivity(v), coverage(v), heat_maps(v), stability(v)]
             .into_iter()
-            .chain([definitions(v), provenance(v)])
+            .chain([super::rounding::errors(v), super::rounding::allocation(v), definitions(v), provenance(v)])
             .flatten()
             .collect(),
     }
 }
 
-fn section(title: &'static str, lead: &str, blocks: impl IntoIterator<Item = Option<Block>>) -> Option<Section> {
+pub(super) fn section(title: &'static str, lead: &str, blocks: impl IntoIterator<Item = Option<Block>>) -> Option<Section> {
     let blocks: Vec<Block> = blocks.into_iter().flatten().collect();
     (!blocks.is_empty()).then(|| Section { title, lead: lead.into(), blocks })
 }
 
-fn drawn(svg: Option<String>, title: &str, caption: &str) -> Option<Block> {
+pub(super) fn drawn(svg: Option<String>, title: &str, caption: &str) -> Option<Block> {
     svg.map(|svg| Block::Chart { svg, title: title.into(), caption: caption.into() })
 }
 

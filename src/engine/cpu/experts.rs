@@ -7,6 +7,20 @@ use crate::checkpoint::CheckpointError;
 use crate::ids::{ExpertId, LayerId, Role, TensorId};
 use rayon::prelude::*;
 
+/// `silu(gate_e x) * up_e x`, `[T, F]`, of inputs `x`, `[T, D]`: what an expert's down projection sees.
+pub fn inner(weights: &Weights, layer: LayerId, expert: ExpertId, x: &[f32], width: usize) -> Result<Vec<f32>, CheckpointError> {
+    let id = |role| TensorId::expert(layer, expert, role);
+    let n = x.len() / weights.spec().width;
+    let (mut gate, mut up) = (vec![0.0; width * n], vec![0.0; width * n]);
+    transposed(&mut gate, x, &required(weights, id(Role::ExpertGate)))?;
+    transposed(&mut up, x, &required(weights, id(Role::ExpertUp)))?;
+    let mut inner = vec![0.0; n * width];
+    for (t, row) in inner.chunks_exact_mut(width).enumerate() {
+        row.iter_mut().enumerate().for_each(|(f, v)| *v = silu(gate[f * n + t]) * up[f * n + t]);
+    }
+    Ok(inner)
+}
+
 /// `dst[T, D] = sum over k of gate * down(silu(gate x) * up x)`.
 pub(super) fn experts(
     dst: &mut [f32],
@@ -27,18 +41,12 @@ pub(super) fn experts(
     let outputs: Vec<Vec<f32>> = busy
         .par_iter()
         .map(|(e, visits)| {
-            let id = |role| TensorId::expert(layer, ExpertId(*e as u32), role);
             let x: Vec<f32> = visits.iter().flat_map(|&i| src[i / top_k * d..(i / top_k + 1) * d].iter().copied()).collect();
             let n = visits.len();
-            let (mut gate, mut up) = (vec![0.0; width * n], vec![0.0; width * n]);
-            transposed(&mut gate, &x, &required(weights, id(Role::ExpertGate)))?;
-            transposed(&mut up, &x, &required(weights, id(Role::ExpertUp)))?;
-            let mut inner = vec![0.0; n * width];
-            for (t, row) in inner.chunks_exact_mut(width).enumerate() {
-                row.iter_mut().enumerate().for_each(|(f, v)| *v = silu(gate[f * n + t]) * up[f * n + t]);
-            }
+            let expert = ExpertId(*e as u32);
+            let inner = inner(weights, layer, expert, &x, width)?;
             let mut out = vec![0.0; d * n];
-            transposed(&mut out, &inner, &required(weights, id(Role::ExpertDown)))?;
+            transposed(&mut out, &inner, &required(weights, TensorId::expert(layer, expert, Role::ExpertDown)))?;
             Ok(out)
         })
         .collect::<Result<_, CheckpointError>>()?;

@@ -3,7 +3,7 @@
 //! Correct before fast; every other engine is judged against it, and it against transformers.
 
 mod attend;
-mod experts;
+pub mod experts;
 mod linear;
 mod matmul;
 pub mod route;

@@ -1,0 +1,214 @@
+//! Chooses codes layer by layer with the activations of a calibration text.
+//!
+//! Hidden states of all tokens advance through the model one block at a time. A block is passed several times: what is known of
+//! it is run, second moments of the inputs of the next matrices are summed, these are quantized, and so on until a last pass
+//! runs the quantized block. What is finished is filed, a layer a file; a run that finds such files replays them and goes on.
+//! Memory is one layer, one wave of second moments, one factorisation a thread, and the hidden states or their window of a file.
+
+mod gather;
+mod stage;
+mod walk;
+
+use super::hidden::{Hidden, groups};
+use super::windows::Window;
+use crate::artifact::error::ArtifactError;
+use crate::artifact::solved::Solved;
+use crate::artifact::weights::Weights;
+use crate::engine::EngineError;
+use crate::files::{self, FileError};
+use crate::ids::{LayerId, Role, TensorId};
+use crate::model::spec::{Ffn, LayerSpec};
+use crate::quant::format::Format;
+use crate::quant::gptq::{Loss, Moments};
+use crate::tensor::Dtype;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// One way of storing every tensor, and where what was chosen for it is filed.
+pub struct Choice<'a> {
+    /// Format of a tensor.
+    pub format: &'a (dyn Fn(TensorId) -> Format + Sync),
+    /// A directory that exists.
+    pub dir: PathBuf,
+}
+
+/// What the hidden states pass through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advance {
+    /// What was chosen, of the first choice.
+    Solved,
+    /// The source, so that many choices share one pass.
+    Source,
+}
+
+/// What is to be chosen, with what.
+pub struct Task<'a> {
+    /// The source.
+    pub weights: &'a Arc<Weights>,
+    /// The calibration text.
+    pub windows: &'a [Window],
+    /// Ways of storing it.
+    pub choices: Vec<Choice<'a>>,
+    /// What the hidden states pass through.
+    pub advance: Advance,
+    /// Error feedback; otherwise energies weigh the search alone.
+    pub feedback: bool,
+    /// No negative scales.
+    pub positive_scales: bool,
+    /// Type of the scales.
+    pub scale_dtype: Dtype,
+    /// Bytes of hidden states past which they go to a file, and of second moments past which experts go in waves.
+    pub max_memory: u64,
+}
+
+/// What became of one matrix.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Module {
+    /// Canonical id.
+    pub id: String,
+    /// Its format.
+    pub format: String,
+    /// Tokens whose activations were summed.
+    pub tokens: usize,
+    /// No token chose this expert: all tokens stand in.
+    pub pooled: bool,
+    /// Damping, as a share of the mean energy of its inputs.
+    pub damping: f64,
+    /// Squared error of its outputs, a calibration token, weighted by the squared gate.
+    pub loss: Loss,
+}
+
+/// What a caller is told.
+pub enum Progress<'a> {
+    /// Tokens have passed through a block once more; the number is this group's share of a pass.
+    Group,
+    /// A part is finished: its name and the modules of the first choice.
+    Part(&'a str, &'a [Module]),
+    /// A part was found finished.
+    Resumed(&'a str),
+}
+
+/// Why choosing stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum SolveError {
+    /// An engine failed.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A file failed.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// A weight is no number, or a file of finished layers is damaged.
+    #[error(transparent)]
+    Artifact(#[from] ArtifactError),
+    /// Activations overflowed.
+    #[error("activations of `{0}` are not finite on the calibration text")]
+    Activations(String),
+    /// A file of finished layers is damaged.
+    #[error("`{}` is damaged: {reason}", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What the parser said.
+        reason: String,
+    },
+    /// Asked to stop.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl SolveError {
+    /// What the user can do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            SolveError::Engine(e) => e.hint(),
+            SolveError::File(e) => e.hint(),
+            SolveError::Artifact(e) => e.hint(),
+            SolveError::Activations(_) => Some("the checkpoint overflows on this text; quantize it with --method search".into()),
+            SolveError::Damaged { .. } => Some("pass --force without --resume to start over".into()),
+            SolveError::Interrupted => Some("run the same command with `--resume` to continue".into()),
+        }
+    }
+}
+
+/// What was chosen for one [`Choice`].
+pub struct Outcome {
+    /// Codes and scales, mapped.
+    pub solved: Arc<Solved>,
+    /// Every matrix, in order of computation.
+    pub modules: Vec<Module>,
+}
+
+/// Passes through the blocks that [`solve`] makes at most, times the groups of a pass; for a progress bar.
+pub fn num_passes(task: &Task<'_>) -> u64 {
+    let spec = task.weights.spec();
+    let passes = |layer: &LayerSpec| {
+        let experts = match &layer.ffn {
+            Ffn::Dense { .. } => 0,
+            Ffn::Moe(m) => 2 * (m.router.experts.div_ceil(wave(task, spec.width, m.width)) - 1),
+        };
+        match task.advance {
+            Advance::Solved => 6 + experts,
+            Advance::Source => 3 + experts / 2,
+        }
+    };
+    (spec.layers.iter().map(passes).sum::<usize>() * groups(task.windows).len()) as u64
+}
+
+/// Experts whose second moments are in memory together.
+fn wave(task: &Task<'_>, width: usize, inner: usize) -> usize {
+    let each = Moments::bytes(width, task.feedback) + Moments::bytes(inner, task.feedback);
+    (task.max_memory / each.max(1)).clamp(1, 1 << 20) as usize
+}
+
+/// Chooses codes and scales for every tensor that a choice quantizes.
+pub fn solve(task: &Task<'_>, on: &mut dyn FnMut(Progress<'_>) -> bool) -> Result<Vec<Outcome>, SolveError> {
+    let spec = task.weights.spec();
+    let rows: usize = task.windows.iter().map(|w| w.tokens.len()).sum();
+    let in_memory = (4 * rows * spec.width) as u64 <= task.max_memory;
+    let mut walk = walk::Walk::new(task, Hidden::new(rows * spec.width, in_memory)?, rows, on);
+    walk.embed()?;
+    for l in 0..spec.layers.len() {
+        walk.layer(l)?;
+    }
+    walk.head()?;
+    task.choices.iter().map(|c| outcome(task, c)).collect()
+}
+
+fn outcome(task: &Task<'_>, choice: &Choice<'_>) -> Result<Outcome, SolveError> {
+    let mut solved = Solved::default();
+    let mut modules = Vec::new();
+    let layers = (0..task.weights.spec().layers.len()).map(layer_name);
+    for name in std::iter::once("embed".to_string()).chain(layers).chain(["head".to_string()]) {
+        let ids = task.weights.tensors().iter().map(|(id, _)| *id).filter(|id| part(*id) == name);
+        solved.open(&codes_file(&choice.dir, &name), ids)?;
+        modules.extend(read_modules(&modules_file(&choice.dir, &name))?);
+    }
+    Ok(Outcome { solved: Arc::new(solved), modules })
+}
+
+fn layer_name(l: usize) -> String {
+    format!("layer-{l:04}")
+}
+
+/// The part of the model that a tensor is filed with.
+fn part(id: TensorId) -> String {
+    match (id.layer, id.role) {
+        (Some(LayerId(l)), _) => layer_name(l as usize),
+        (None, Role::Embed) => "embed".into(),
+        (None, _) => "head".into(),
+    }
+}
+
+fn codes_file(dir: &Path, part: &str) -> PathBuf {
+    dir.join(format!("{part}.safetensors"))
+}
+
+fn modules_file(dir: &Path, part: &str) -> PathBuf {
+    dir.join(format!("{part}.json"))
+}
+
+fn read_modules(path: &Path) -> Result<Vec<Module>, SolveError> {
+    let bytes = files::read(path)?;
+    serde_json::from_slice(&bytes).map_err(|e| SolveError::Damaged { path: path.to_path_buf(), reason: e.to_string() })
+}
