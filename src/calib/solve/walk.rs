@@ -245,8 +245,7 @@ impl<'a> Walk<'a> {
     /// Quantizes the matrices whose inputs were gathered, for every choice.
     fn choose(&mut self, gathered: Vec<Gathered>) -> Result<(), SolveError> {
         let (task, rows) = (self.task, self.rows);
-        let found: Vec<Vec<Vec<Chosen>>> =
-            gathered.into_par_iter().map(|g| choose(task, g, rows)).collect::<Result<_, _>>()?;
+        let found: Vec<Vec<Vec<Chosen>>> = gathered.into_par_iter().map(|g| choose(task, g, rows)).collect::<Result<_, _>>()?;
         for of_choices in found {
             for ((chosen, modules), new) in self.open.iter_mut().zip(of_choices) {
                 for (id, packed, module) in new {

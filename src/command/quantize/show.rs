@@ -2,9 +2,9 @@
 
 use super::Request;
 use crate::artifact::config::Caveat;
+use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::{Action, Manifest};
 use crate::artifact::plan::Plan;
-use crate::artifact::inventory::Inventory;
 use crate::cli::QuantizeArgs;
 use crate::ids::{Component, Role};
 use crate::model::family;
