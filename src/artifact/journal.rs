@@ -75,7 +75,7 @@ impl Begun {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Line {
-    Begun(Begun),
+    Begun(Box<Begun>),
     Source(FileSum),
     Shard(FileSum),
 }
@@ -95,7 +95,7 @@ impl Journal {
     pub fn start(dir: &Path, begun: Begun) -> Result<Self, ArtifactError> {
         let log = Mutex::new(LineLog::create(&dir.join(JOURNAL))?);
         let journal = Self { begun, log, sources: Vec::new(), shards: Vec::new() };
-        journal.append(&Line::Begun(journal.begun.clone()))?;
+        journal.append(&Line::Begun(Box::new(journal.begun.clone())))?;
         Ok(journal)
     }
 
@@ -114,7 +114,7 @@ impl Journal {
             sums.retain(|s| s.name != sum.name);
             sums.push(sum);
         }
-        Ok(Some(Self { begun, log: Mutex::new(log), sources, shards }))
+        Ok(Some(Self { begun: *begun, log: Mutex::new(log), sources, shards }))
     }
 
     /// Fails unless a run that begins as `now` says would write the same bytes. Source files that look other than they did are

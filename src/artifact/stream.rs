@@ -38,10 +38,26 @@ const SYNC_BYTES: u64 = 64 << 20;
 /// A piece of work whose result is the next bytes of the output.
 enum Chunk<'a> {
     Open(&'a Shard),
-    Copy { bytes: &'a [u8], dtype: Dtype, from: Place<'a>, checked: bool },
-    Rows { weight: Weight<'a>, rows: std::ops::Range<usize>, from: Place<'a>, what: What },
+    Copy {
+        bytes: &'a [u8],
+        dtype: Dtype,
+        from: Place<'a>,
+        checked: bool,
+    },
+    Rows {
+        weight: Weight<'a>,
+        rows: std::ops::Range<usize>,
+        from: Place<'a>,
+        what: What,
+    },
     Scales(TensorId),
-    Chosen { id: TensorId, words: &'a [u8], scales: &'a [u8] },
+    Chosen {
+        id: TensorId,
+        words: &'a [u8],
+        scales: &'a [u8],
+    },
+    /// Codes chosen before have been taken over.
+    Left(TensorId),
     Bytes(Vec<u8>),
     Release(String),
 }
@@ -84,6 +100,7 @@ enum Done<'a> {
     Owned(Vec<u8>),
     Coded { id: TensorId, codes: Vec<u8>, scales: Vec<u8> },
     Scales(TensorId),
+    Left(TensorId),
     Release(String),
 }
 
@@ -170,6 +187,7 @@ impl<'a> Batch<'a> {
             Content::Codes { id, bits, group } => match self.job.solved.and_then(|s| s.get(*id)) {
                 Some(packed) => {
                     self.push(Chunk::Chosen { id: *id, words: packed.words, scales: packed.scales }, packed.words.len())?;
+                    self.push(Chunk::Left(*id), 0)?;
                     weights.file_tensors(*id).into_iter().try_for_each(|name| self.push(Chunk::Release(name), 0))
                 }
                 None => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group }),
@@ -237,6 +255,7 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
         }
         Chunk::Bytes(bytes) => Ok(Done::Owned(bytes)),
         Chunk::Release(name) => Ok(Done::Release(name)),
+        Chunk::Left(id) => Ok(Done::Left(id)),
         Chunk::Copy { bytes, dtype, from, checked } => {
             if checked && !all_finite(bytes, dtype) {
                 floats.resize(bytes.len() * 8 / dtype.bits(), 0.0);
@@ -396,6 +415,7 @@ impl<'a> Sink<'a> {
                     let scales = self.scales.remove(&id).unwrap_or_default();
                     self.put(&scales)?;
                 }
+                Done::Left(id) => self.job.solved.iter().for_each(|s| s.release(id)),
                 Done::Release(name) => self.job.weights.checkpoint().release(&name),
             }
         }
