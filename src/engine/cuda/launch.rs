@@ -377,7 +377,8 @@ fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, lim
     if tiles * slots <= one.0 * limits.num_sm {
         return Some(one.1);
     }
-    (2..=MOST_STAGES).filter_map(of).filter(|l| l.0 == one.0).next_back().map_or(Some(one.1), |l| Some(l.1))
+    let more = (2..=MOST_STAGES).filter_map(of).rfind(|l| l.0 == one.0);
+    Some(more.unwrap_or(one).1)
 }
 
 /// How the second half of the experts is launched where one kernel also sums.
