@@ -279,7 +279,7 @@ template <int BITS, int G, int MT, int NT, int WM, int WK, int DA, bool STAGED, 
 DEV void walk(const Args& args, const LinearArgs* staged) {
   typedef Form<BITS, G> F;
   const int SUB = F::SUB, N = 4 * NT, CODE_BYTES = 256 * MT * BITS, STAGE_BYTES = CODE_BYTES + 128 * SUB, ROWS = 16 * MT * WM, BLOCK = Block<BITS>::BYTES;
-  const int RED_NT = NT < 4 ? NT : 4, RED_STRIDE = ROWS + 8, PER = BLOCK / 16, TWO = NT > 1 ? 2 : 1, COPIES = STAGED ? 1 : (N * PER + WM * 32 - 1) / (WM * 32);
+  const int RED_NT = NT < 4 ? NT : 4, RED_STRIDE = ROWS + 8, PER = BLOCK / 16, TWO = NT > 1 && SUB < 4 ? 2 : 1, COPIES = STAGED ? 1 : (N * PER + WM * 32 - 1) / (WM * 32);
   extern __shared__ uint4 linear_sh[];
   const Job job(args);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, wm = warp % WM, kg = warp / WM, tid = wm * 32 + lane;
@@ -625,15 +625,21 @@ DEV void stream_tiles(const Args& args, int stages) {
   extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { stream_tiles<BITS, G, 1, WM, WK, DownJob<BITS, G, 1, WM>>(a, a.stages); }
 #define DOWN_PAIRS(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { walk<BITS, G, 2, NT, WM, WK, DA, false, DownJob<BITS, G, 2, WM>>(a, 0); }
-// The widest forms take one block a multiprocessor where others take two or three.
+// The widest forms take one block a multiprocessor where others take two or three; before sm_90 addresses take more registers, and
+// shared memory holds fewer blocks anyway.
+#if __CUDA_ARCH__ >= 900
+#define FEWER 0
+#else
+#define FEWER 1
+#endif
 #define FORM(NAME, BITS, G, DA, BLOCKS, STREAM_BLOCKS)                  \
-  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1)            \
+  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1 - FEWER)    \
   LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DA + 1, BLOCKS)            \
   LINEAR_PLANES(NAME##_n32, BITS, G, 8, 1, 8, 2, 1)                     \
   LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DA, 2)                   \
-  GATE_UP_STREAM(NAME##_s4, BITS, G, 1, 8, STREAM_BLOCKS)               \
+  GATE_UP_STREAM(NAME##_s4, BITS, G, 1, 8, STREAM_BLOCKS - FEWER)       \
   GATE_UP(NAME##_n64, BITS, G, 2, 16, 4, 1, DA, 2)                      \
-  DOWN_STREAM(NAME##_s4, BITS, G, 4, 2, BLOCKS + 1)                     \
+  DOWN_STREAM(NAME##_s4, BITS, G, 4, 2, BLOCKS + 1 - FEWER)             \
   DOWN_PAIRS(NAME##_n64, BITS, G, 16, 4, 1, DA, BLOCKS)
 
 // One form a program where it is named (FORM_w4 and so on), else all.
