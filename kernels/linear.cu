@@ -16,7 +16,7 @@
 // and what is ahead runs on across items.
 //
 // Instances, F = w4, w4_g64, w4_g32, w8, w8_g64, w8_g32, w8_c, w16 (no suffix: G = 128, c: one scale a row), by (MT, WM, WK, DA):
-//   linear_F_s4 (1, 1, 8, 3) staged, T <= 4; _h4 (1, 8, 1, 4) the same for very many rows; _n32 (2, 1, 8, 2), _n64 (2, 4, 1, 3) from
+//   linear_F_s4 (1, 1, 8, 3) staged, T <= 4; _h4 (1, 8, 1, 4) the same for very many rows; _n32 (2, 1, 8, 2; 32 tokens, w4_g32 16), _n64 (2, 4, 1, 3) from
 //   planes; moe_gate_up_F_s4 (2, 1, 8), moe_down_pairs_F_s4 (1, 4, 2) streamed, 4 tokens an expert at a time; both _n64 as above
 // Launch: threads 32 WM WK; grid (tiles, runs of tokens), or (tiles, blocks that walk experts); with N tokens at a time, of which
 //   columns <= N are used (a multiple of 8, staged and streamed T), SUB = 128 / G (1 for c, 0 for w16), block = 256 (w16 512)
@@ -625,9 +625,9 @@ DEV void stream_tiles(const Args& args, int stages) {
   extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { stream_tiles<BITS, G, 1, WM, WK, DownJob<BITS, G, 1, WM>>(a, a.stages); }
 #define DOWN_PAIRS(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { walk<BITS, G, 2, NT, WM, WK, DA, false, DownJob<BITS, G, 2, WM>>(a, 0); }
-// The widest forms take one block a multiprocessor where others take two or three; before sm_90 addresses take more registers, and
-// shared memory holds fewer blocks anyway.
-#if __CUDA_ARCH__ >= 900
+// The widest forms take one block a multiprocessor where others take two or three. Where shared memory holds fewer blocks anyway, registers
+// need not be saved for more.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 #define FEWER 0
 #else
 #define FEWER 1
@@ -635,7 +635,7 @@ DEV void stream_tiles(const Args& args, int stages) {
 #define FORM(NAME, BITS, G, DA, BLOCKS, STREAM_BLOCKS)                  \
   LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1 - FEWER)    \
   LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DA + 1, BLOCKS)            \
-  LINEAR_PLANES(NAME##_n32, BITS, G, 8, 1, 8, 2, 1)                     \
+  LINEAR_PLANES(NAME##_n32, BITS, G, (BITS == 4 && G == 32 ? 4 : 8), 1, 8, 2, 1) \
   LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DA, 2)                   \
   GATE_UP_STREAM(NAME##_s4, BITS, G, 1, 8, STREAM_BLOCKS - FEWER)       \
   GATE_UP(NAME##_n64, BITS, G, 2, 16, 4, 1, DA, 2)                      \

@@ -2,7 +2,8 @@
 //!
 //! Needs `libnvrtc`: prints SKIPPED without it, fails without it under `MOE_REQUIRE_NVRTC=1`.
 
-use moe::engine::cuda::module::{ARCHES, PROGRAMS, compile, compiler};
+use moe::engine::cuda::module::{ARCHES, PROGRAMS, Source, compile, compiler};
+use rayon::prelude::*;
 
 fn has_compiler() -> bool {
     match compiler() {
@@ -34,23 +35,26 @@ fn spills(log: &str) -> Vec<(String, u64)> {
     found
 }
 
+/// Compiles a program and returns the kernels that spill.
+fn check(program: &Source, arch: &'static str) -> Vec<(&'static str, &'static str, (String, u64))> {
+    let compiled = compile(program, arch).unwrap_or_else(|e| panic!("{e}"));
+    assert!(!compiled.cubin.is_empty());
+    let spills = spills(&compiled.log);
+    let declared = program.text.matches("extern \"C\" __global__").count();
+    assert!(declared == 0 || !spills.is_empty(), "{} {arch}: no report of spills in `{}`", program.name, compiled.log);
+    // `n64` carries prompts, where a few spilled registers cost nothing that can be measured.
+    let wrong = spills.into_iter().filter(|s| s.1 > 0 && !s.0.ends_with("_n64"));
+    wrong.map(|w| (program.name, arch, w)).collect()
+}
+
 #[test]
 fn every_kernel_compiles_for_every_target_without_spills() {
     if !has_compiler() {
         return;
     }
-    for program in PROGRAMS {
-        for arch in ARCHES {
-            let compiled = compile(program, arch).unwrap_or_else(|e| panic!("{e}"));
-            assert!(!compiled.cubin.is_empty());
-            let spills = spills(&compiled.log);
-            let declared = program.text.matches("extern \"C\" __global__").count();
-            assert!(declared == 0 || !spills.is_empty(), "{} {arch}: no report of spills in `{}`", program.name, compiled.log);
-            // `n64` carries prompts, where a few spilled registers cost nothing that can be measured.
-            let wrong: Vec<_> = spills.into_iter().filter(|s| s.1 > 0 && !s.0.ends_with("_n64")).collect();
-            assert!(wrong.is_empty(), "{} {arch} spills: {wrong:?}", program.name);
-        }
-    }
+    let all: Vec<_> =
+        PROGRAMS.par_iter().flat_map(|program| ARCHES.par_iter().flat_map_iter(|arch| check(program, arch))).collect();
+    assert!(all.is_empty(), "spills: {all:?}");
 }
 
 /// The reader of the report above must be able to fail.

@@ -242,7 +242,7 @@ static const size_t MOST_SHARED = 227 * 1024;
 static int blocks_each = 0, column_cost = 16;
 static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   const int row = format_row(bits, G, a.K), sub = subs(bits, G, a.K), depth = (variant == N32 || bits == 16 ? 2 : 3) + (variant == H4);
-  const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant == S4 || variant == H4 ? 1 : variant == N32 ? 8 : 16;
+  const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant == S4 || variant == H4 ? 1 : variant == N32 ? (row == 2 ? 4 : 8) : 16;
   size_t shared = 0;
   for (a.columns = variant < N32 ? a.T : std::min(4 * nt, (a.T + 7) / 8 * 8);; a.columns = a.columns / 2 / 8 * 8) {
     if (a.columns < (variant < N32 ? a.T : 8)) return false;

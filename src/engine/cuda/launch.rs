@@ -199,7 +199,8 @@ pub fn linear(width: Width, cols: usize, rows: &[usize], num_tok: usize, staged:
     let (depth, widest) = (width.depth(), width.is_widest() as usize);
     let split = Product { variant: "s4", tiles: 1, m_warps: 1, k_warps: 8, depth, most_blocks: 3 - widest, most_tok: STAGED_TOK };
     let whole = Product { variant: "h4", m_warps: 8, k_warps: 1, depth: depth + 1, most_blocks: 2 - widest, ..split };
-    let planes = Product { variant: "n32", tiles: 2, m_warps: 1, k_warps: 8, depth: 2, most_blocks: 1, most_tok: FEW_TOK };
+    let most_tok = if (width.bits, width.group) == (4, 32) { FEW_TOK / 2 } else { FEW_TOK };
+    let planes = Product { variant: "n32", tiles: 2, m_warps: 1, k_warps: 8, depth: 2, most_blocks: 1, most_tok };
     let many = Product { variant: "n64", m_warps: 4, k_warps: 1, depth, most_blocks: 2, most_tok: 64, ..planes };
     let of = |p: Product| p.launch(width, cols, rows, num_tok, staged, limits);
     match (staged, few) {
