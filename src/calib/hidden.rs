@@ -43,7 +43,7 @@ impl Hidden {
     }
 }
 
-/// Groups of consecutive windows of about [`BATCH_TOK`] rows, with their first row.
+/// Groups of consecutive windows of about 2048 rows, with their first row.
 pub fn groups(windows: &[Window]) -> Vec<(usize, &[Window])> {
     let mut groups = Vec::new();
     let (mut start, mut first_row, mut rows) = (0, 0, 0);
