@@ -291,7 +291,8 @@ fn failed(op: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError 
 mod tests {
     use super::*;
 
-    fn names(dir: &Path) -> Vec<String> {
+    /// What lies in a directory, in order.
+    pub(super) fn names(dir: &Path) -> Vec<String> {
         let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names

@@ -129,7 +129,7 @@ impl Interrupt {
     }
 }
 
-/// Opens a model for measuring layer by layer.
+/// Opens a model.
 fn open_model(dir: &Path) -> Result<Arc<Weights>> {
     Ok(Arc::new(Weights::open(dir)?))
 }
@@ -141,7 +141,7 @@ fn place(device: Device) -> Place {
 
 /// Opens a model on the device asked for; `auto` falls back to the processor and says why.
 fn open_engine(dir: &Path, device: Device, out: Out) -> Result<Engine> {
-    let weights = Arc::new(Weights::open(dir)?);
+    let weights = open_model(dir)?;
     if device == Device::Cpu {
         return Ok(Engine::cpu(weights));
     }

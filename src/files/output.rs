@@ -262,12 +262,7 @@ pub fn partial_bytes(final_path: &Path) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn names(dir: &Path) -> Vec<String> {
-        let mut names: Vec<_> = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        names.sort();
-        names
-    }
+    use crate::files::tests::names;
 
     /// Trips when commit renames before the files are there, or leaves its lock or its partial directory behind.
     #[test]

@@ -21,8 +21,8 @@ pub(super) enum Ran {
 /// Where a product reads.
 #[derive(Clone, Copy)]
 enum Source<'a> {
-    /// The residual stream through a norm.
-    Normed(&'a Lead),
+    /// Rows of the residual stream from an address on, through a norm.
+    Normed(&'a Lead, u64),
     /// Rows of so many elements.
     Floats(u64, i32),
     /// `silu(gate) * up` of rows of so many elements.
@@ -135,7 +135,7 @@ impl Engine {
     fn products(&self, source: Source<'_>, outputs: &[Output], num_tok: usize) -> Result<(), EngineError> {
         let mut rest = outputs;
         let mut made: Option<usize> = None;
-        let layer_norm = matches!(source, Source::Normed(lead) if lead.norm.kind == NormKind::Layer);
+        let layer_norm = matches!(source, Source::Normed(lead, _) if lead.norm.kind == NormKind::Layer);
         while let Some(first) = rest.first() {
             let Some(w) = width(&first.w) else { return Ok(()) };
             let same = rest.iter().take(3).take_while(|o| width(&o.w) == Some(w)).count();
@@ -151,7 +151,7 @@ impl Engine {
             if staged.is_some() {
                 (args.x, args.x_stride) = self.floats(source);
                 match source {
-                    Source::Normed(lead) => {
+                    Source::Normed(lead, _) => {
                         (args.norm, args.eps, args.gain) = (1, lead.norm.eps, self.store.matrix(lead.w).data);
                     }
                     Source::Gated { up, .. } => args.up = up,
@@ -186,7 +186,7 @@ impl Engine {
     /// Where the rows of a source lie.
     fn floats(&self, source: Source<'_>) -> (u64, i32) {
         match source {
-            Source::Normed(_) => (self.at(Slot::Residual), self.spec.width as i32),
+            Source::Normed(_, at) => (at, self.spec.width as i32),
             Source::Floats(at, stride) | Source::Gated { gate: at, stride, .. } => (at, stride),
         }
     }
@@ -196,16 +196,19 @@ impl Engine {
         let (x, x_stride) = self.floats(source);
         let args = PlanesArgs { q: to.codes.at(0), scale: to.scales.at(0), x, x_stride, k: cols as i32, ..PlanesArgs::ZERO };
         let args = match source {
-            Source::Normed(lead) => self.with_norm(args, lead),
+            Source::Normed(lead, _) => {
+                let (gain, shift) = (self.store.matrix(lead.w).data, self.store.optional(lead.b).data);
+                PlanesArgs { gain, shift, norm: norm_code(lead), eps: lead.norm.eps, ..args }
+            }
             Source::Gated { up, .. } => PlanesArgs { up, ..args },
             Source::Floats(..) => args,
         };
         Ok(self.fast.launch(&format!("planes_w{bits}"), launch::planes(cols, num_rows), &args)?)
     }
 
-    fn with_norm(&self, args: PlanesArgs, lead: &Lead) -> PlanesArgs {
-        let (gain, shift) = (self.store.matrix(lead.w).data, self.store.optional(lead.b).data);
-        PlanesArgs { gain, shift, norm: norm_code(lead), eps: lead.norm.eps, ..args }
+    /// The whole residual stream through a norm.
+    fn normed<'a>(&self, lead: &'a Lead) -> Source<'a> {
+        Source::Normed(lead, self.at(Slot::Residual))
     }
 
     /// A product into its slot.
@@ -236,7 +239,7 @@ impl Engine {
     ) -> Result<(), EngineError> {
         let num_tok = view.num_tok;
         let outputs: Vec<Output> = first.iter().map(|p| self.to_slot(p)).collect();
-        self.products(Source::Normed(lead), &outputs, num_tok)?;
+        self.products(self.normed(lead), &outputs, num_tok)?;
         first.iter().for_each(|p| self.note_width(p));
         if let Some(part) = decode.filter(|d| view.decode && self.attention_fits(d, num_tok)) {
             self.decode_attention(middle, part, view)?;
@@ -396,7 +399,7 @@ impl Engine {
         scale: f32,
         view: &View,
     ) -> Result<(), EngineError> {
-        self.products(Source::Normed(lead), &[self.to_slot(gate), self.to_slot(up)], view.num_tok)?;
+        self.products(self.normed(lead), &[self.to_slot(gate), self.to_slot(up)], view.num_tok)?;
         self.second_half(gate, Output { add, at: into, scale, ..self.to_slot(down) }, view)
     }
 
@@ -444,7 +447,7 @@ impl Engine {
         if let Some(s) = shared {
             let mut first = vec![self.to_slot(&s.gate), self.to_slot(&s.up)];
             first.extend(s.router.as_ref().map(|r| self.to_slot(r)));
-            self.products(Source::Normed(lead), &first, view.num_tok)?;
+            self.products(self.normed(lead), &first, view.num_tok)?;
             if s.router.is_some() {
                 self.second_half(&s.gate, self.to_slot(&s.down), view)?;
             }
@@ -607,40 +610,10 @@ impl Engine {
             let plain_top = matches!(router.select, crate::model::spec::Select::Top);
             return Ok(self.fast.launch(launch::router_name(experts, plain_top, num_tok), grid, &args)?);
         };
-        let norm = |to: &Planes, bits: usize| {
-            let rows = PlanesArgs {
-                q: to.codes.at(0),
-                scale: to.scales.at(0),
-                x,
-                x_stride: width as i32,
-                k: width as i32,
-                ..PlanesArgs::ZERO
-            };
-            self.fast.launch(&format!("planes_w{bits}"), launch::planes(width, num_tok), &self.with_norm(rows, lead))
-        };
-        norm(&self.work.planes, 16)?;
-        norm(planes, bits)?;
-        let form = launch::Width { bits: 16, group: 1 };
-        let Some(product) = launch::linear(form, width, &[experts], num_tok, false, limits) else { return Ok(()) };
-        let mut logits = LinearArgs {
-            x_q: self.work.planes.codes.at(0),
-            x_scale: self.work.planes.scales.at(0),
-            num_matrices: 1,
-            t: num_tok as i32,
-            k: width as i32,
-            columns: product.columns as i32,
-            ..LinearArgs::ZERO
-        };
-        let to = args.logits;
-        logits.m[0] = LinearMatrix {
-            packed: w.data,
-            out: to,
-            rows: rule.experts,
-            out_stride: rule.experts,
-            out_scale: 1.0,
-            ..LinearMatrix::ZERO
-        };
-        self.fast.launch(&format!("linear_w16_{}", product.variant), product.grid, &logits)?;
+        let source = Source::Normed(lead, x);
+        self.planes(planes, source, width, bits, num_tok)?;
+        let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
+        self.products(source, &[logits], num_tok)?;
         Ok(self.fast.launch("router_rows", grid, &args)?)
     }
 
@@ -651,7 +624,7 @@ impl Engine {
         }
         let output = Output { w, bias, at: self.at(Slot::Logits), stride: w.rows, add: 0, scale };
         if view.num_rows == view.num_tok {
-            return self.products(Source::Normed(lead), &[output], view.num_tok);
+            return self.products(self.normed(lead), &[output], view.num_tok);
         }
         self.step(&lead_step(lead), view)?;
         let (d, rows) = (self.spec.width as i32, launch::tokens(view.num_rows));
