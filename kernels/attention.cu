@@ -8,10 +8,11 @@
 //        [positions, rope_dim / 2] f32, pairs (i, i + rope_dim / 2) or (2 i, 2 i + 1) of the first rope_dim elements
 // needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 4] f32; counters [T Hk] ints at zero
 //
-// Launch attention_decode_d{Dh}: grid (max_splits, Hk, T), 128 threads, shared attention_shared(Dh) =
-//   max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4;
-// A block takes a run of pages, its four warps every fourth page; runs are as many as give each warp a page, at most
-// max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products.
+// Launch attention_decode_d{Dh} where H / Hk <= 8, attention_decode_wide_d{Dh} else: grid (max_splits, Hk, T), 256 threads, shared
+//   max(8 * 2 * 16 * (Dh + 8) * 2, 8 * R * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4, R = 8, wide 16.
+// A block takes a run of pages, its eight warps every eighth page; runs are as many as give each warp a page, at most
+// max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products; where they are at
+// most eight, the other rows carry what bf16 leaves of queries and probabilities, so that only keys and values are rounded.
 // The last block of a (sequence, kv head) merges.
 // Floors: bytes 2 S Hk Dh 2; operations 4 S H Dh on tensor cores at half use for groups of 8. Source: FlashAttention-2
 // (arXiv 2307.08691), flash-decoding; src/engine/cpu/attend.rs.
@@ -19,6 +20,7 @@
 #include "common/reduce.cuh"
 
 static const int PAGE = 16;  // tokens
+static const int WARPS = 8;  // of a decode block
 
 struct AttentionArgs {
   float* out;
@@ -78,17 +80,17 @@ DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
   return rsqrtf(block_sum(sum, scratch_sh) / n + eps);
 }
 
-template <int DH>
+template <int DH, bool WIDE>
 DEV void attention_decode(const AttentionArgs& a) {
   extern __shared__ uint4 attention_sh[];
   __shared__ float scratch_sh[32], angle_sh[DH];
   __shared__ int last_sh;
-  const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8;
+  const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8, HEADS = WIDE ? 16 : 8, SUMS = WIDE ? 2 : 1;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int seq = blockIdx.z, kv = blockIdx.y, split = blockIdx.x, group = a.H / a.Hk;
-  const int v_bytes = 4 * 2 * 16 * ROW * 2, merge_bytes = 4 * 16 * (DH + 4) * 4;
+  const int v_bytes = WARPS * 2 * 16 * ROW * 2, merge_bytes = WARPS * HEADS * (DH + 4) * 4;
   bf16* v_sh = (bf16*)attention_sh + warp * 2 * 16 * ROW;                     // [2][16][ROW] a warp
-  float* merge_sh = (float*)attention_sh;                                     // [4][16][DH + 4], after the pages
+  float* merge_sh = (float*)attention_sh;                                     // [WARPS][HEADS][DH + 4], after the pages
   bf16* q_sh = (bf16*)((char*)attention_sh + max_int(v_bytes, merge_bytes));  // [16][ROW], then the new key and value
   float* row_sh = (float*)(q_sh + 18 * ROW);                                  // [18][DH], f32 of the same
 
@@ -96,7 +98,7 @@ DEV void attention_decode(const AttentionArgs& a) {
   const int position = a.positions[seq];
   const int begin = a.window ? max_int(position + 1 - a.window, 0) : 0;
   const int first_page = begin / PAGE, last_page = position / PAGE, num_pages = last_page + 1 - first_page;
-  const int splits = min_int(a.max_splits, (num_pages + 3) / 4);
+  const int splits = min_int(a.max_splits, (num_pages + WARPS - 1) / WARPS);
   if (split >= splits) {
     dependency_wait();
     dependents_launch();
@@ -106,7 +108,9 @@ DEV void attention_decode(const AttentionArgs& a) {
   const int* table = a.page_table + (size_t)seq * a.max_pages;
   uint4 key[2][BLOCKS];
   uint4 q_lo[BLOCKS], q_hi[BLOCKS];
-  float o[TILES][4], top[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.f, 0.f};
+  float o[TILES][4], top[SUMS], sum[SUMS];
+#pragma unroll
+  for (int r = 0; r < SUMS; r++) top[r] = -INFINITY_F, sum[r] = 0.f;
 #pragma unroll
   for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
   const float to_exp2 = a.scale * 1.4426950408889634f;
@@ -135,7 +139,7 @@ DEV void attention_decode(const AttentionArgs& a) {
         }
       }
     }
-    const int next = first ? page : page + 4;
+    const int next = first ? page : page + WARPS;
     const bool more = next < page_end;
     if (more) {
       const size_t at = ((size_t)table[next] * a.Hk + kv) * PAGE * DH;
@@ -173,12 +177,18 @@ DEV void attention_decode(const AttentionArgs& a) {
       __syncthreads();
       const int rows = newest ? 18 : 16;
 #pragma unroll 1
-      for (int h = warp; h < rows; h += 4) {
+      for (int h = warp; h < rows; h += WARPS) {
+        if (!WIDE && h >= 8 && h < 16) continue;
         float* row = row_sh + h * DH;
         const bool used = h < group || h >= 16, is_q = h < 16;
         if (used) prepare_row<DH>(row, is_q ? a.q_gain + (a.norm == 2 ? (kv * group + h) * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0), is_q ? q_inv : k_inv, a, angle_sh, h != 17);
 #pragma unroll
-        for (int i = 0; i < DH / 32; i++) q_sh[h * ROW + lane + 32 * i] = used ? to_bf16(row[lane + 32 * i]) : (bf16)0;
+        for (int i = 0; i < DH / 32; i++) {
+          const float x = used ? row[lane + 32 * i] : 0.f;
+          const bf16 hi = to_bf16(x);
+          q_sh[h * ROW + lane + 32 * i] = hi;
+          if (!WIDE && is_q) q_sh[(h + 8) * ROW + lane + 32 * i] = to_bf16(x - to_f32(hi));
+        }
         if (!is_q) {
           bf16* dst = (h == 16 ? a.k_pages : a.v_pages) + (((size_t)table[last_page] * a.Hk + kv) * PAGE + position % PAGE) * DH;
 #pragma unroll
@@ -196,13 +206,14 @@ DEV void attention_decode(const AttentionArgs& a) {
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
+      for (int j = 0; j < 2 * SUMS; j++) {
         const int token = page * PAGE + i * 8 + 2 * t + (j & 1);
-        s[i][j] = token <= position && token >= begin ? s[i][j] * to_exp2 : -INFINITY_F;
+        const float x = WIDE ? s[i][j] : s[i][j] + s[i][j + 2];
+        s[i][j] = token <= position && token >= begin ? x * to_exp2 : -INFINITY_F;
       }
     u32 p[4];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < SUMS; r++) {
       float m = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
@@ -211,8 +222,12 @@ DEV void attention_decode(const AttentionArgs& a) {
       const float e0 = exp2_fast(s[0][2 * r] - base), e1 = exp2_fast(s[0][2 * r + 1] - base), e2 = exp2_fast(s[1][2 * r] - base), e3 = exp2_fast(s[1][2 * r + 1] - base);
       sum[r] = sum[r] * keep + e0 + e1 + e2 + e3;
       p[r] = bf16_pair(e0, e1), p[2 + r] = bf16_pair(e2, e3);
+      if (!WIDE) p[1] = bf16_pair(e0 - bf16_lo(p[0]), e1 - bf16_hi(p[0])), p[3] = bf16_pair(e2 - bf16_lo(p[2]), e3 - bf16_hi(p[2]));
 #pragma unroll
-      for (int n = 0; n < TILES; n++) o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
+      for (int n = 0; n < TILES; n++) {
+        o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
+        if (!WIDE) o[n][2] *= keep, o[n][3] *= keep;
+      }
     }
     if (more)
       copy_async_wait<1>();
@@ -238,18 +253,18 @@ DEV void attention_decode(const AttentionArgs& a) {
     page = next, buffer ^= 1;
   }
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
+  for (int r = 0; r < SUMS; r++) {
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
     sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
   }
   __syncthreads();
   const int stride = DH + 4, heads = group * (DH / 4);  // in groups of four elements
-  float* mine = merge_sh + warp * 16 * stride;
+  float* mine = merge_sh + warp * HEADS * stride;
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
+  for (int r = 0; r < SUMS; r++) {
     float* row = mine + (g + 8 * r) * stride;
 #pragma unroll
-    for (int n = 0; n < TILES; n++) *(float2*)(row + n * 8 + 2 * t) = make_float2(o[n][2 * r], o[n][2 * r + 1]);
+    for (int n = 0; n < TILES; n++) *(float2*)(row + n * 8 + 2 * t) = WIDE ? make_float2(o[n][2 * r], o[n][2 * r + 1]) : make_float2(o[n][0] + o[n][2], o[n][1] + o[n][3]);
     if (t == 0) row[DH] = top[r], row[DH + 1] = sum[r];
   }
   __syncthreads();
@@ -260,16 +275,15 @@ DEV void attention_decode(const AttentionArgs& a) {
   for (int i = threadIdx.x; i < heads; i += blockDim.x) {
     const int h = i / (DH / 4), d = i % (DH / 4) * 4;
     const float* row = merge_sh + h * stride;
-    float m[4], best, total = 0.f;
+    float m[WARPS], best = -INFINITY_F, total = 0.f;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-    for (int w = 0; w < 4; w++) m[w] = row[w * 16 * stride + DH];
-    best = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
+    for (int w = 0; w < WARPS; w++) m[w] = row[w * HEADS * stride + DH], best = fmaxf(best, m[w]);
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
+    for (int w = 0; w < WARPS; w++) {
       const float f = exp2_fast(m[w] - best);
-      const float4 x = *(const float4*)(row + w * 16 * stride + d);
-      total += f * row[w * 16 * stride + DH + 1], v.x += f * x.x, v.y += f * x.y, v.z += f * x.z, v.w += f * x.w;
+      const float4 x = *(const float4*)(row + w * HEADS * stride + d);
+      total += f * row[w * HEADS * stride + DH + 1], v.x += f * x.x, v.y += f * x.y, v.z += f * x.z, v.w += f * x.w;
     }
     if (splits == 1) {
       store(h, d, v, 1.f / total);
@@ -310,7 +324,8 @@ DEV void attention_decode(const AttentionArgs& a) {
 }
 
 #define ATTENTION(DH) \
-  extern "C" __global__ void __launch_bounds__(128, 1) attention_decode_d##DH(const __grid_constant__ AttentionArgs a) { attention_decode<DH>(a); }
+  extern "C" __global__ void __launch_bounds__(384, 1) attention_decode_d##DH(const __grid_constant__ AttentionArgs a) { attention_decode<DH, false>(a); } \
+  extern "C" __global__ void __launch_bounds__(256, 1) attention_decode_wide_d##DH(const __grid_constant__ AttentionArgs a) { attention_decode<DH, true>(a); }
 ATTENTION(32)
 ATTENTION(64)
 ATTENTION(96)

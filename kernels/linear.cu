@@ -7,28 +7,23 @@
 // y      [T, R] f32 with a row stride; bias [R] f32; add like y; y may be add
 // needs  K % 32 == 0, any R; T K <= 65535 for experts; sums of a group exact, the rest f32
 //
-// moe_gate_up: h[p, f] = silu(W_gate[e] x[t])_f (W_up[e] x[t])_f for every pair p = t K + rank, e the expert of p; h f32
-// moe_down_pairs: d[p, :] = W_down[e] h[p], planes of h in, f32 out; moe_combine (rows.cu) sums the ranks in order
+// moe_gate_up, moe_down_pairs: either half of the experts for many tokens (common/routing.cuh); for few there is moe.cu
 //
-// Two ways through the weights. `walk`: a tile is 16 MT rows a warp, WM warps side by side, WK warps share k; codes, scales and
-// planes travel through rings of DA groups in shared memory, each lane copying the codes that it reads itself. `stream_tiles`, for
-// experts of few tokens: whole rows arrive as bulk copies, since moving them through the load units would bind. Blocks walk items,
-// and what is ahead runs on across items.
+// A tile is 16 MT rows a warp, WM warps side by side, WK warps share k; codes, scales and planes travel through rings of DA groups in
+// shared memory, each lane copying the codes that it reads itself. Blocks walk items, and what is ahead runs on across items.
 //
 // Instances, F = w4, w4_g64, w4_g32, w8, w8_g64, w8_g32, w8_c, w16 (no suffix: G = 128, c: one scale a row), by (MT, WM, WK, DA):
-//   linear_F_s4 (1, 1, 8, 3) staged, T <= 4; _h4 (1, 8, 1, 4) the same for very many rows; _n32 (2, 1, 8, 2; 32 tokens, w4_g32 16), _n64 (2, 4, 1, 3) from
-//   planes; moe_gate_up_F_s4 (2, 1, 8), moe_down_pairs_F_s4 (1, 4, 2) streamed, 4 tokens an expert at a time; both _n64 as above
+//   linear_F_s4 (1, 1, 8, 3) staged, T <= 4; _h4 (1, 8, 1, 4) the same for very many rows; _n32
+//   (2, 1, 8, 2; 32 tokens, w4_g32 16), _n64 (2, 4, 1, 3) from planes; moe_gate_up_F_n64 and moe_down_pairs_F_n64 as _n64
 // Launch: threads 32 WM WK; grid (tiles, runs of tokens), or (tiles, blocks that walk experts); with N tokens at a time, of which
-//   columns <= N are used (a multiple of 8, staged and streamed T), SUB = 128 / G (1 for c, 0 for w16), block = 256 (w16 512)
-//   walk: shared = WM WK DA (256 MT BITS + 128 SUB) + 4 WK min(16, N) (16 MT WM + 8) where WK > 1
+//   columns <= N are used (a multiple of 8, staged T), SUB = 128 / G (1 for c, 0 for w16), block = 256 (w16 512)
+//   shared = WM WK DA (256 MT BITS + 128 SUB) + 4 WK min(16, N) (16 MT WM + 8) where WK > 1
 //     + (staged ? columns groups (block + 4) + 256 : WK DA columns (block + 4)); DA is one less for w16 but in _n32
-//   stream: shared = stages * (16 MT WM (K BITS / 8 + 2 K / G) + 64 + columns (groups block + 4 ceil4(groups))) + 16 WK (16 MT WM + 8)
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 4 R K T on integer tensor cores (6.2 cycles a product
 // and scheduler on sm_90, measured). Source: src/engine/cpu/linear.rs, experts.rs.
 #include "common/planes.cuh"
 #include "common/reduce.cuh"
 #include "common/routing.cuh"
-#include "common/stream.cuh"
 
 struct LinearMatrix {
   const void* packed;
@@ -55,41 +50,11 @@ struct LinearArgs {
   float eps;
   int columns;         // tokens at a time: staged T, else a multiple of 4
 };
-struct GateUpArgs {
-  float* h;
-  const char* x_q;     // [T]
-  const float* x_scale;
-  const ExpertSlot* slots;
-  const int* num_slots;
-  const int* pairs;    // [T K], by slot
-  int T, D, F, K;      // K: experts a token
-  int columns;
-  int stages;          // _s4, _s8: items ahead, 1..4
-};
-struct DownPairsArgs {
-  float* out;          // [T K, D]
-  const char* h_q;     // [T K]
-  const float* h_scale;
-  const ExpertSlot* slots;
-  const int* num_slots;
-  const int* pairs;
-  int T, D, F, K;
-  int columns;
-  int stages;
-};
-
 // What a warp reads of one item: the rows g, g + 8 of MT sixteen-row tiles.
 template <int MT>
 struct RowSource {
   const char* code[2 * MT];
   const bf16* scale;  // of the row that this lane copies: row t of the four or two
-};
-
-// A whole tile of rows.
-struct StreamTile {
-  const void* codes[2];  // first row of the tile, of gate and up where there are two matrices
-  const bf16* scales[2];
-  int rows;              // of each that exist
 };
 
 // rows first.., clamped to the last
@@ -149,69 +114,41 @@ struct DenseJob {
   }
   DEV void put_gated(int, int, int, float, float) const {}
 };
-template <int BITS, int G, int MT, int WM>
-struct GateUpJob {
-  static const bool GATED = true;
-  const GateUpArgs& a;
+// Either half of the experts.
+template <int BITS, int G, int MT, int WM, bool BOTH>
+struct ExpertsJob {
+  static const bool GATED = BOTH;
+  const ExpertsArgs& a;
   int first;
-  DEV GateUpJob(const GateUpArgs& args) : a(args) { first = blockIdx.x * 8 * MT * WM; }
+  DEV ExpertsJob(const ExpertsArgs& args) : a(args) { first = blockIdx.x * (BOTH ? 8 : 16) * MT * WM; }
   DEV int begin() const { return blockIdx.y; }
   DEV int step() const { return gridDim.y; }
   DEV int items() const { return *a.num_slots; }
-  DEV int inner() const { return a.D; }
+  DEV int inner() const { return a.inner; }
   DEV int columns() const { return a.columns; }
   DEV void rows(RowSource<MT>& s, int item, int wm, int row_bytes, int groups) const {
     const ExpertSlot& slot = a.slots[item];
 #pragma unroll
-    for (int i = 0; i < 2 * MT; i++) set_rows<BITS>(s, i, i % 2 ? slot.up_packed : slot.gate_packed, i % 2 ? slot.up_scale : slot.gate_scale, first + wm * 8 * MT + i / 2 * 8, a.F, row_bytes, groups);
-  }
-  DEV StreamTile tile(int item) const {
-    const ExpertSlot& slot = a.slots[item];
-    const u64 row_bytes = (u64)a.D * BITS / 8, scales = (G == 0 ? 1 : a.D / (G ? G : 1));
-    return {{(const char*)slot.gate_packed + first * row_bytes, (const char*)slot.up_packed + first * row_bytes}, {slot.gate_scale + first * scales, slot.up_scale + first * scales}, min_int(8 * MT * WM, a.F - first)};
+    for (int i = 0; i < 2 * MT; i++) {
+      if (BOTH)
+        set_rows<BITS>(s, i, i % 2 ? slot.up_packed : slot.gate_packed, i % 2 ? slot.up_scale : slot.gate_scale, first + wm * 8 * MT + i / 2 * 8, a.rows, row_bytes, groups);
+      else
+        set_rows<BITS>(s, i, slot.down_packed, slot.down_scale, first + wm * 16 * MT + i * 8, a.rows, row_bytes, groups);
+    }
   }
   DEV int count(int item) const { return a.slots[item].count; }
   DEV int source(int item, int n) const {
     const ExpertSlot& slot = a.slots[item];
+    if (!BOTH) return slot_pair(slot, a.pairs, n);
     return n < 8 ? slot.token[n] : (u32)a.pairs[slot.first + n] / (u32)a.K;
   }
   DEV const char* planes() const { return a.x_q; }
   DEV const float* plane_scales() const { return a.x_scale; }
-  DEV void put(int, int, int, float) const {}
-  DEV void put_gated(int item, int f, int n, float gate, float up) const {
-    f += first;
-    if (f < a.F) a.h[(size_t)slot_pair(a.slots[item], a.pairs, n) * a.F + f] = silu(gate) * up;
-  }
-};
-template <int BITS, int G, int MT, int WM>
-struct DownJob {
-  static const bool GATED = false;
-  const DownPairsArgs& a;
-  int first;
-  DEV DownJob(const DownPairsArgs& args) : a(args) { first = blockIdx.x * 16 * MT * WM; }
-  DEV int begin() const { return blockIdx.y; }
-  DEV int step() const { return gridDim.y; }
-  DEV int items() const { return *a.num_slots; }
-  DEV int inner() const { return a.F; }
-  DEV int columns() const { return a.columns; }
-  DEV void rows(RowSource<MT>& s, int item, int wm, int row_bytes, int groups) const {
-    const ExpertSlot& slot = a.slots[item];
-#pragma unroll
-    for (int i = 0; i < 2 * MT; i++) set_rows<BITS>(s, i, slot.down_packed, slot.down_scale, first + wm * 16 * MT + i * 8, a.D, row_bytes, groups);
-  }
-  DEV StreamTile tile(int item) const {
-    const ExpertSlot& slot = a.slots[item];
-    return {{(const char*)slot.down_packed + first * ((u64)a.F * BITS / 8), 0}, {slot.down_scale + first * (u64)(G == 0 ? 1 : a.F / (G ? G : 1)), 0}, min_int(16 * MT * WM, a.D - first)};
-  }
-  DEV int count(int item) const { return a.slots[item].count; }
-  DEV int source(int item, int n) const { return slot_pair(a.slots[item], a.pairs, n); }
-  DEV const char* planes() const { return a.h_q; }
-  DEV const float* plane_scales() const { return a.h_scale; }
   DEV void put(int item, int r, int n, float y) const {
     r += first;
-    if (r < a.D) a.out[(size_t)source(item, n) * a.D + r] = y;
+    if (r < a.rows) a.out[(size_t)slot_pair(a.slots[item], a.pairs, n) * a.rows + r] = y;
   }
-  DEV void put_gated(int, int, int, float, float) const {}
+  DEV void put_gated(int item, int f, int n, float gate, float up) const { put(item, f, n, silu(gate) * up); }
 };
 
 // ------------------------------------------------------------------------------------------------------------------ staging
@@ -483,148 +420,12 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
   copy_async_wait<0>();
 }
 
-// ------------------------------------------------------------------------------------------------------------------ stream
-// The same for few tokens, where moving codes through the load units would bind: whole rows of a tile, their scales and the planes of
-// its tokens arrive as bulk copies, `stages` items ahead. The warps split k.
-template <int BITS, int G, int MT, int WM, int WK, class Job, class Args>
-DEV void stream_tiles(const Args& args, int stages) {
-  typedef Form<BITS, G> F;
-  const int SUB = F::SUB, BLOCK = Block<BITS>::BYTES, ROWS = 16 * MT * WM, MATS = Job::GATED ? 2 : 1, HALF = ROWS / MATS, WARPS = WM * WK;
-  const int RED_STRIDE = ROWS + 8;
-  extern __shared__ uint4 linear_sh[];
-  __shared__ u64 barrier_sh[4];
-  const Job job(args);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, wm = warp % WM, kg = warp / WM;
-  const int K = job.inner(), groups = groups_of(K), row_bytes = K * BITS / 8, scales = BITS == 16 ? 0 : G == 0 ? 1 : K / (G ? G : 1), cols = job.columns();
-  const int k_begin = groups * kg / WK, k_end = groups * (kg + 1) / WK, scale_bytes = HALF * scales * 2, sx_row = scale_row(groups);
-  const int codes_stage = ROWS * row_bytes + 64, scales_stage = MATS * scale_bytes, x_stage = cols * (groups * BLOCK + sx_row * 4), stage_bytes = codes_stage + scales_stage + x_stage;
-  float* red_sh = (float*)((char*)linear_sh + stages * stage_bytes);  // [WK][4][RED_STRIDE]
-  if (threadIdx.x < 4) stream_init(barrier_sh + threadIdx.x), stream_init_done();
-  __syncthreads();
-  dependency_wait();
-  dependents_launch();
-  const int items = job.items();
-  auto copy_x = [&](u64* bar, char* to, int item, int n0, int used) {  // one warp
-#pragma unroll 1
-    for (int n = 0; n < used; n++) {
-      const int from = job.source(item, n0 + n);
-      stream_copy(bar, to + n * groups * BLOCK, job.planes() + (u64)from * groups * BLOCK, groups * BLOCK, n);
-      if (BITS != 16) stream_copy(bar, to + cols * groups * BLOCK + n * sx_row * 4, job.plane_scales() + (u64)from * sx_row, sx_row * 4, n + 8);
-    }
-  };
-  auto fetch = [&](int item, int stage) {  // one warp
-    if (item >= items) return;
-    u64* bar = barrier_sh + stage;
-    char* to = (char*)linear_sh + stage * stage_bytes;
-    const StreamTile tile = job.tile(item);
-    const int used = min_int(cols, job.count(item)), code_bytes = tile.rows * row_bytes, s_bytes = (tile.rows * scales * 2 + 15) & ~15;
-    stream_expect(bar, MATS * (code_bytes + s_bytes) + used * (groups * BLOCK + (BITS != 16 ? sx_row * 4 : 0)));
-#pragma unroll
-    for (int i = 0; i < MATS; i++) {
-      stream_copy(bar, to + i * HALF * row_bytes, tile.codes[i], code_bytes, i);
-      if (BITS != 16) stream_copy(bar, to + codes_stage + i * scale_bytes, tile.scales[i], s_bytes, 2 + i);
-    }
-    copy_x(bar, to + codes_stage + scales_stage, item, 0, used);
-    stream_arrive(bar);
-  };
-  if (warp == 0)
-#pragma unroll 1
-    for (int i = 0; i < stages; i++) fetch(job.begin() + i * job.step(), i);
-  int stage = 0, phase = 0;
-#pragma unroll 1
-  for (int item = job.begin(); item < items; item += job.step()) {
-    const int count = job.count(item);
-    char* codes_sh = (char*)linear_sh + stage * stage_bytes;
-    const bf16* scales_sh = (const bf16*)(codes_sh + codes_stage);
-    char* x_sh = codes_sh + codes_stage + scales_stage;
-    const float* sx_sh = (const float*)(x_sh + cols * groups * BLOCK);
-    stream_wait(barrier_sh + stage, phase);
-#pragma unroll 1
-    for (int n0 = 0; n0 < count; n0 += cols) {
-      const int used = min_int(cols, count - n0);
-      if (n0 > 0) {  // rare: more tokens than columns
-        __syncthreads();
-        for (int c = threadIdx.x; c < used * groups * (BLOCK / 16); c += 32 * WARPS) {
-          const int n = c / (groups * (BLOCK / 16));
-          *(uint4*)(x_sh + c * 16) = *(const uint4*)(job.planes() + (u64)job.source(item, n0 + n) * groups * BLOCK + (c - n * groups * (BLOCK / 16)) * 16);
-        }
-        for (int c = threadIdx.x; c < used * groups; c += 32 * WARPS) ((float*)sx_sh)[c / groups * sx_row + c % groups] = job.plane_scales()[(u64)job.source(item, n0 + c / groups) * sx_row + c % groups];
-        __syncthreads();
-      }
-      float acc[MT][2];
-#pragma unroll
-      for (int i = 0; i < MT; i++) acc[i][0] = acc[i][1] = 0.f;
-#pragma unroll 1
-      for (int k = k_begin; k < k_end; k++) {
-        uint4 x[BLOCK / 128];
-        const int token = min_int(g >> 1, used - 1), mine = min_int(t, used - 1);
-#pragma unroll
-        for (int i = 0; i < BLOCK / 128; i++) x[i] = *(const uint4*)(x_sh + (token * groups + k) * BLOCK + (g & 1) * 64 + t * 16 + i * 128);
-        const float sx = BITS == 16 ? 1.f : sx_sh[mine * sx_row + k];
-#pragma unroll
-        for (int i = 0; i < MT; i++) {
-          const int r_lo = Job::GATED ? (wm * MT + i) * 8 + g : (wm * MT + i) * 16 + g, r_hi = r_lo + (Job::GATED ? HALF : 8);
-          uint4 lo[F::PIECES], hi[F::PIECES];
-#pragma unroll
-          for (int p = 0; p < F::PIECES; p++) {
-            const int at = k * F::ROW_BYTES + p * 64 + t * 16;
-            const bool inside = BITS != 16 || at < row_bytes;  // past the end lie other bytes, harmless as integers times zero
-            lo[p] = inside ? *(const uint4*)(codes_sh + r_lo * row_bytes + at) : make_uint4(0, 0, 0, 0), hi[p] = inside ? *(const uint4*)(codes_sh + r_hi * row_bytes + at) : make_uint4(0, 0, 0, 0);
-          }
-          u32 a[1][F::MMAS][4];
-          unpack<BITS>(a[0], lo, hi);
-          RowScales<SUB> s;
-#pragma unroll
-          for (int q = 0; q < SUB; q++) {
-            const int at = G == 0 ? 0 : min_int(k * SUB + q, scales - 1);
-            const float unit = BITS == 4 ? 0.0625f : 1.f;
-            s.lo[q] = unit * to_f32(scales_sh[r_lo * scales + at]), s.hi[q] = unit * to_f32(scales_sh[r_hi * scales + at]);
-          }
-          float* sums = acc[i];
-          group_products<BITS, SUB, 1, 1>(&sums, 0, a, &s, &x, &sx);
-        }
-      }
-      // the tile may be overwritten once all warps have read it, and the sums of the item before have been taken
-      __syncthreads();
-      if (warp == 0 && n0 + cols >= count) fetch(item + stages * job.step(), stage);
-#pragma unroll
-      for (int i = 0; i < MT; i++) {
-        float* to = red_sh + (kg * 4 + t) * RED_STRIDE + (wm * MT + i) * 16 + g;
-        to[0] = acc[i][0], to[8] = acc[i][1];
-      }
-      __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < HALF * used; i += 32 * WARPS) {
-        const int r = i % HALF, n = i / HALF;
-        const float* sums = red_sh + n * RED_STRIDE + (Job::GATED ? r / 8 * 16 + r % 8 : r);
-        float y = 0.f, up = 0.f;
-#pragma unroll
-        for (int w = 0; w < WK; w++) {
-          y += sums[w * 4 * RED_STRIDE];
-          if (Job::GATED) up += sums[w * 4 * RED_STRIDE + 8];
-        }
-        if (Job::GATED)
-          job.put_gated(item, r, n0 + n, y, up);
-        else
-          job.put(item, r, n0 + n, y);
-      }
-    }
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
-}
-
 #define LINEAR_STAGED(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) linear_##NAME(const __grid_constant__ LinearArgs a) { walk<BITS, G, 1, NT, WM, WK, DA, true, DenseJob<BITS, G, 1, WM>>(a, &a); }
 #define LINEAR_PLANES(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
   extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) linear_##NAME(const __grid_constant__ LinearArgs a) { walk<BITS, G, 2, NT, WM, WK, DA, false, DenseJob<BITS, G, 2, WM>>(a, 0); }
-#define GATE_UP(NAME, BITS, G, MT, NT, WM, WK, DA, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { walk<BITS, G, MT, NT, WM, WK, DA, false, GateUpJob<BITS, G, MT, WM>>(a, 0); }
-#define GATE_UP_STREAM(NAME, BITS, G, WM, WK, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_gate_up_##NAME(const __grid_constant__ GateUpArgs a) { stream_tiles<BITS, G, 2, WM, WK, GateUpJob<BITS, G, 2, WM>>(a, a.stages); }
-#define DOWN_STREAM(NAME, BITS, G, WM, WK, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { stream_tiles<BITS, G, 1, WM, WK, DownJob<BITS, G, 1, WM>>(a, a.stages); }
-#define DOWN_PAIRS(NAME, BITS, G, NT, WM, WK, DA, BLOCKS) \
-  extern "C" __global__ void __launch_bounds__(32 * WM * WK, BLOCKS) moe_down_pairs_##NAME(const __grid_constant__ DownPairsArgs a) { walk<BITS, G, 2, NT, WM, WK, DA, false, DownJob<BITS, G, 2, WM>>(a, 0); }
+#define EXPERTS(KIND, NAME, BITS, G, DA, BLOCKS, BOTH) \
+  extern "C" __global__ void __launch_bounds__(128, BLOCKS) moe_##KIND##_##NAME(const __grid_constant__ ExpertsArgs a) { walk<BITS, G, 2, 16, 4, 1, DA, false, ExpertsJob<BITS, G, 2, 4, BOTH>>(a, 0); }
 // The widest forms take one block a multiprocessor where others take two or three. Where shared memory holds fewer blocks anyway, registers
 // need not be saved for more.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
@@ -632,38 +433,37 @@ DEV void stream_tiles(const Args& args, int stages) {
 #else
 #define FEWER 1
 #endif
-#define FORM(NAME, BITS, G, DA, BLOCKS, STREAM_BLOCKS)                  \
+#define FORM(NAME, BITS, G, DA, BLOCKS)                                 \
   LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1 - FEWER)    \
   LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DA + 1, BLOCKS)            \
   LINEAR_PLANES(NAME##_n32, BITS, G, (BITS == 4 && G == 32 ? 4 : 8), 1, 8, 2, 1) \
   LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DA, 2)                   \
-  GATE_UP_STREAM(NAME##_s4, BITS, G, 1, 8, STREAM_BLOCKS - FEWER)       \
-  GATE_UP(NAME##_n64, BITS, G, 2, 16, 4, 1, DA, 2)                      \
-  DOWN_STREAM(NAME##_s4, BITS, G, 4, 2, BLOCKS + 1 - FEWER)             \
-  DOWN_PAIRS(NAME##_n64, BITS, G, 16, 4, 1, DA, BLOCKS)
+  EXPERTS(gate_up, NAME##_n64, BITS, G, DA, 2, true)                    \
+  EXPERTS(down_pairs, NAME##_n64, BITS, G, DA, BLOCKS, false)
 
 // One form a program where it is named (FORM_w4 and so on), else all.
 #if !defined(ONE_FORM) || defined(FORM_w4)
-FORM(w4, 4, 128, 3, 2, 3)
+FORM(w4, 4, 128, 3, 2)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w4_g64)
-FORM(w4_g64, 4, 64, 3, 2, 2)
+FORM(w4_g64, 4, 64, 3, 2)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w4_g32)
-FORM(w4_g32, 4, 32, 3, 1, 2)
+FORM(w4_g32, 4, 32, 3, 1)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w8)
-FORM(w8, 8, 128, 3, 2, 2)
+FORM(w8, 8, 128, 3, 2)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w8_g64)
-FORM(w8_g64, 8, 64, 3, 2, 3)
+FORM(w8_g64, 8, 64, 3, 2)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w8_g32)
-FORM(w8_g32, 8, 32, 3, 1, 2)
+FORM(w8_g32, 8, 32, 3, 1)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w8_c)
-FORM(w8_c, 8, 0, 3, 2, 3)
+FORM(w8_c, 8, 0, 3, 2)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w16)
-FORM(w16, 16, 0, 2, 1, 2)
+FORM(w16, 16, 0, 2, 1)
 #endif
+#undef FORM

@@ -242,7 +242,7 @@ static const size_t MOST_SHARED = 227 * 1024;
 static int blocks_each = 0, column_cost = 16;
 static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   const int row = format_row(bits, G, a.K), sub = subs(bits, G, a.K), depth = (variant == N32 || bits == 16 ? 2 : 3) + (variant == H4);
-  const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant == S4 || variant == H4 ? 1 : variant == N32 ? (row == 2 ? 4 : 8) : 16;
+  const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant < N32 ? 1 : variant == N32 ? (row == 2 ? 4 : 8) : 16;
   size_t shared = 0;
   for (a.columns = variant < N32 ? a.T : std::min(4 * nt, (a.T + 7) / 8 * 8);; a.columns = a.columns / 2 / 8 * 8) {
     if (a.columns < (variant < N32 ? a.T : 8)) return false;
@@ -327,42 +327,45 @@ static int first_max(const std::vector<float>& x) {
   return b;
 }
 static void host_route(int* ids, float* gates, const float* logits, const RouterArgs& a) {
-  std::vector<float> row(logits, logits + a.E);
-  if (a.select == 2) {
+  std::vector<float> row(logits, logits + a.rule.E);
+  if (a.rule.select == 2) {
     std::vector<float> open = row;
-    for (int k = 0; k < a.K; k++) {
+    for (int k = 0; k < a.rule.K; k++) {
       const int pick = first_max(open);
       const float best = open[pick];
       std::vector<float> r = open;
-      for (int e = 0; e < a.E; e++) if ((best - row[e]) / std::max(fabsf(row[e]), best) > 2 * a.jitter) r[e] = -INFINITY;
+      for (int e = 0; e < a.rule.E; e++) if ((best - row[e]) / std::max(fabsf(row[e]), best) > 2 * a.rule.jitter) r[e] = -INFINITY;
       host_softmax(r);
-      ids[k] = pick, gates[k] = r[pick] * a.scale, open[pick] = -INFINITY;
+      ids[k] = pick, gates[k] = r[pick] * a.rule.scale, open[pick] = -INFINITY;
     }
     return;
   }
   std::vector<float> scores = row;
-  if (!a.softmax_of_chosen) host_softmax(scores);
-  if (a.select == 1) {
-    const int size = a.E / a.num_groups;
-    std::vector<float> best(a.num_groups, -INFINITY);
-    for (int e = 0; e < a.E; e++) best[e / size] = std::max(best[e / size], scores[e]);
-    std::vector<char> kept(a.num_groups, 0);
-    for (int k = 0; k < a.keep_groups; k++) { int g = first_max(best); best[g] = -INFINITY, kept[g] = 1; }
-    for (int e = 0; e < a.E; e++) if (!kept[e / size]) scores[e] = 0;
+  if (!a.rule.softmax_of_chosen) host_softmax(scores);
+  if (a.rule.select == 1) {
+    const int size = a.rule.E / a.rule.num_groups;
+    std::vector<float> best(a.rule.num_groups, -INFINITY);
+    for (int e = 0; e < a.rule.E; e++) best[e / size] = std::max(best[e / size], scores[e]);
+    std::vector<char> kept(a.rule.num_groups, 0);
+    for (int k = 0; k < a.rule.keep_groups; k++) { int g = first_max(best); best[g] = -INFINITY, kept[g] = 1; }
+    for (int e = 0; e < a.rule.E; e++) if (!kept[e / size]) scores[e] = 0;
   }
   std::vector<float> left = scores, chosen;
-  for (int k = 0; k < a.K; k++) { int b = first_max(left); left[b] = -INFINITY, ids[k] = b, chosen.push_back(scores[b]); }
-  if (a.softmax_of_chosen) host_softmax(chosen);
+  for (int k = 0; k < a.rule.K; k++) { int b = first_max(left); left[b] = -INFINITY, ids[k] = b, chosen.push_back(scores[b]); }
+  if (a.rule.softmax_of_chosen) host_softmax(chosen);
   float sum = 0;
   for (float v : chosen) sum += v;
-  for (int k = 0; k < a.K; k++) gates[k] = (a.renorm ? chosen[k] / sum : chosen[k]) * a.scale;
+  for (int k = 0; k < a.rule.K; k++) gates[k] = (a.rule.renorm ? chosen[k] / sum : chosen[k]) * a.rule.scale;
 }
 static bool generic_router = false;
 static const int ROWS_FROM = 65;
+static int router_most = 128;
 static void run_planes(const Planes& p, int bits, const PlanesArgs& like, int T);
 static Planes planes_for(int bits, int T, int K);
 static bool run_linear(LinearArgs a, int bits, int G, int variant);
-static void run_router(const RouterArgs& a) {
+static bool direct_route(const RouterArgs& a) { return a.T <= 4 && a.T * a.rule.K <= 32 && a.rule.E <= 128 && a.rule.select == 0; }
+static void run_router(RouterArgs a, bool rows = true) {
+  const int E = a.rule.E, K = a.rule.K;
   if (a.T >= ROWS_FROM && !a.w_is_f32) {
     static std::map<int, Planes> scratch;
     if (!scratch.count(a.D)) scratch[a.D] = planes_for(16, 1024, a.D);
@@ -370,98 +373,71 @@ static void run_router(const RouterArgs& a) {
     run_planes(scratch[a.D], 16, n, a.T), run_planes({a.x_q, a.x_scale}, a.bits, n, a.T);
     LinearArgs l = {};
     l.x_q = scratch[a.D].q, l.x_scale = scratch[a.D].scale, l.T = a.T, l.K = a.D, l.num_matrices = 1;
-    l.m[0] = {a.w, nullptr, nullptr, nullptr, a.logits, a.E, a.E, 1.f, 0};
+    l.m[0] = {a.w, nullptr, nullptr, nullptr, a.logits, E, E, 1.f, 0};
     run_linear(l, 16, 1, N64);
-    launch((const void*)router_rows, dim3((a.T + 7) / 8), 256, 4ull * (std::max(8 * a.E, (a.T * a.K + 31) / 32 * a.E) + std::max(8 * a.E, a.T * a.K)), a);
-    return;
+  } else {
+    const int tokens = a.T == 1 ? 1 : 4;
+    a.ahead = !a.w_is_f32 && a.T != 2;
+    launch(tokens == 1 ? (const void*)router_logits_t1 : (const void*)router_logits, dim3((E + 7) / 8, (a.T + tokens - 1) / tokens), 256, 4ull * tokens * a.D + (a.ahead ? 16ull * a.D : 0), a);
   }
-  const size_t shared = 4 * ((size_t)std::max(a.tokens * a.D, (a.T * a.K + 31) / 32 * a.E) + a.tokens * a.E + std::max(a.tokens * a.E, a.T * a.K) + 64);
-  const void* kernel = a.E > 128 || a.select || generic_router ? (const void*)router_topk : a.tokens == 1 ? (const void*)router_topk_t1 : (const void*)router_topk_t4;
-  launch(kernel, dim3(8, (a.T + a.tokens - 1) / a.tokens), 256, shared, a);
+  if (!rows) return;
+  const bool any = E > 128 || a.rule.select || generic_router;
+  const int warps = any ? 16 : 32;
+  a.tokens = a.T <= router_most ? (a.T + warps - 1) / warps * warps : warps;
+  launch(any ? (const void*)router_rows : (const void*)router_rows_t4, dim3((a.T + a.tokens - 1) / a.tokens), 32 * warps, 4ull * ((a.T * K + 31) / 32 * E + a.T * K + (any ? 16 * E : 0)), a);
 }
-enum { GATE_S4, GATE_N64 };
-static int s4_most = 48, most_stages = 2, prefer_blocks = 1, cols_most = 4;
-#define EXPERT_VARIANTS(K) {(const void*)moe_##K##_w4, (const void*)moe_##K##_w4_g64, (const void*)moe_##K##_w4_g32, (const void*)moe_##K##_w8, (const void*)moe_##K##_w8_g64, (const void*)moe_##K##_w8_g32, (const void*)moe_##K##_w8_c, (const void*)moe_##K##_w16}
-// columns and stages of a streaming kernel, most stages first; zero bytes where not even one stage fits
-template <class Args>
-static size_t fit_stream(Args& a, int bits, int G, int K, int rows, int nt, int wk, int items, const void* kernel, int threads) {
-  const int groups = groups_of_k(K), scales = bits == 16 ? 0 : G == K && G > 128 ? 1 : K / G, block = bits == 16 ? 512 : 256;
-  a.columns = std::min(std::min(4 * nt, a.T), cols_most);
-  const size_t red = 4ull * wk * 4 * nt * (rows + 8), stage = (size_t)rows * (K * bits / 8 + scales * 2) + 64 + (size_t)a.columns * (groups * block + (groups + 3) / 4 * 16);
-  size_t best = 0;
-  int best_flight = -1, stages = 0;
-  for (a.stages = 1; a.stages <= most_stages; a.stages++) {
-    const size_t shared = a.stages * stage + red;
-    if (shared > MOST_SHARED) break;
-    const int fit = occupancy(kernel, threads, shared), flight = prefer_blocks ? fit * 8 + a.stages : fit * a.stages * 8 + fit;
-    if (best && (items <= fit * num_sm || flight <= best_flight)) continue;
-    best = shared, best_flight = flight, stages = a.stages;
-  }
-  a.stages = stages;
-  return best;
+enum { EXPERTS_S4, EXPERTS_N64 };
+static int s4_most = 64, most_stages = 8, cols_most = 4, most_teams = 3, most_shared_kb = 227;
+#define EXPERT_KERNELS(N) {(const void*)moe_gate_up_##N##_s4, (const void*)moe_gate_up_##N##_n64, (const void*)moe_down_pairs_##N##_s4, (const void*)moe_down_pairs_##N##_n64, (const void*)moe_down_##N}
+static const void* expert_kernel(int row, int which) {
+  static const void* table[8][5] = {EXPERT_KERNELS(w4), EXPERT_KERNELS(w4_g64), EXPERT_KERNELS(w4_g32), EXPERT_KERNELS(w8), EXPERT_KERNELS(w8_g64), EXPERT_KERNELS(w8_g32), EXPERT_KERNELS(w8_c), EXPERT_KERNELS(w16)};
+  return table[row][which];
 }
-static bool run_gate_up(GateUpArgs a, int bits, int G, int max_slots, int variant = -1) {
-#define GATE_UPS(N) {(const void*)moe_gate_up_##N##_s4, (const void*)moe_gate_up_##N##_n64}
-  static const void* table[8][2] = {GATE_UPS(w4), GATE_UPS(w4_g64), GATE_UPS(w4_g32), GATE_UPS(w8), GATE_UPS(w8_g64), GATE_UPS(w8_g32), GATE_UPS(w8_c), GATE_UPS(w16)};
-  const bool any = variant < 0;
-  if (any) variant = a.T <= s4_most ? GATE_S4 : GATE_N64;
-  const void* kernel = table[format_row(bits, G, a.D)][variant];
-  if (variant < GATE_N64) {
-    const int tiles = (a.F + 15) / 16;
-    const size_t shared = fit_stream(a, bits, G, a.D, 32, 1, 8, tiles * max_slots, kernel, 256);
-    if (!shared) return any ? run_gate_up(a, bits, G, max_slots, GATE_N64) : false;
-    const int fit = occupancy(kernel, 256, shared);
-    launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 256, shared, a);
-    return true;
-  }
-  const int sub = subs(bits, G, a.D), depth = bits == 16 ? 2 : 3;
-  a.columns = std::min(64, (a.T + 7) / 8 * 8);
-  size_t shared;
-  while ((shared = ring_bytes(bits, sub, 2, 4, depth) + a.columns * block_bytes(bits) * depth) > MOST_SHARED) a.columns = a.columns / 2 / 8 * 8;
-  const int tiles = (a.F + 63) / 64, fit = occupancy(kernel, 128, shared);
-  launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 128, shared, a);
-  return true;
-}
-static bool run_down_pairs(DownPairsArgs a, int bits, int G, int max_slots, int variant = -1) {
-#define DOWN_PAIRS_OF(N) {(const void*)moe_down_pairs_##N##_s4, (const void*)moe_down_pairs_##N##_n64}
-  static const void* table[8][2] = {DOWN_PAIRS_OF(w4), DOWN_PAIRS_OF(w4_g64), DOWN_PAIRS_OF(w4_g32), DOWN_PAIRS_OF(w8), DOWN_PAIRS_OF(w8_g64), DOWN_PAIRS_OF(w8_g32), DOWN_PAIRS_OF(w8_c), DOWN_PAIRS_OF(w16)};
+static int scales_of(int bits, int G, int K) { return bits == 16 ? 0 : G == K && G > 128 ? 1 : K / G; }
+// one half of the experts; false where a stage does not fit
+static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slots, int variant = -1) {
+  const int groups = groups_of_k(a.inner);
   const bool any = variant < 0;
   if (any) variant = a.T > s4_most;
-  const void* kernel = table[format_row(bits, G, a.F)][variant];
+  const void* kernel = expert_kernel(format_row(bits, G, a.inner), (first ? 0 : 2) + variant);
   if (!variant) {
-    const int tiles = (a.D + 63) / 64;
-    const size_t shared = fit_stream(a, bits, G, a.F, 64, 1, 2, tiles * max_slots, kernel, 256);
-    if (!shared) return any ? run_down_pairs(a, bits, G, max_slots, 1) : false;
-    const int fit = occupancy(kernel, 256, shared);
-    launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 256, shared, a);
+    const int tile = first ? 32 : 64, tiles = (a.rows + (first ? 15 : 63)) / (first ? 16 : 64), works = tiles * max_slots;
+    a.columns = std::min(std::min(4, a.T), cols_most);
+    const size_t stage = (size_t)tile * (a.inner * bits / 8 + 2 * scales_of(bits, G, a.inner)) + 64 + (size_t)a.columns * (groups * (bits == 16 ? 512 : 256) + (groups + 3) / 4 * 16);
+    const size_t table = a.direct.logits ? 48ull * a.direct.rule.E : 0;
+    const int each = (works + num_sm - 1) / num_sm;
+    auto shared = [&](int teams, int stages) { return stages * stage + (first ? 4ull * 2 * teams * 4 * 4 * (tile + 8) : 0) + table; };
+    a.stages = 0;
+    for (int teams = 1; teams <= std::min(most_teams, each); teams++)
+      for (int stages = teams; stages <= std::min(most_stages, std::max(each, teams)); stages += teams)
+        if (shared(teams, stages) + 4096 <= most_shared_kb * 1024ull && stages >= a.stages) a.teams = teams, a.stages = stages;
+    if (!a.stages) return any ? run_experts(first, a, bits, G, max_slots, 1) : false;
+    launch(kernel, dim3(std::min(works, num_sm)), 32 * (4 * a.teams + 1), shared(a.teams, a.stages), a);
     return true;
   }
-  const int sub = subs(bits, G, a.F), depth = bits == 16 ? 2 : 3;
+  const int sub = subs(bits, G, a.inner), depth = bits == 16 ? 2 : 3;
   a.columns = std::min(64, (a.T + 7) / 8 * 8);
   size_t shared;
   while ((shared = ring_bytes(bits, sub, 2, 4, depth) + a.columns * block_bytes(bits) * depth) > MOST_SHARED) a.columns = a.columns / 2 / 8 * 8;
-  const int tiles = (a.D + 127) / 128, fit = occupancy(kernel, 128, shared);
+  const int tiles = first ? (a.rows + 63) / 64 : (a.rows + 127) / 128, fit = occupancy(kernel, 128, shared);
   launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 128, shared, a);
   return true;
 }
-static int line(int bytes) { return (bytes + 127) / 128 * 128 + 64; }
-static int down_warps = 16, down_steps = 6, down_stages = 2, down_columns = 1;
+static int down_slice = 2048;
 static bool run_down(DownArgs a, int bits, int G) {
-  static const void* table[8] = EXPERT_VARIANTS(down);
-  const int row = format_row(bits, G, a.F), warps = row == 2 || row == 5 || row == 7 ? 8 : down_warps, groups = groups_of_k(a.F);
-  size_t shared = 1 << 20;
-  for (int most = a.T == 1 ? std::min(3, down_steps) : down_steps; shared > MOST_SHARED && most > 0; most--)
-    for (a.stages = down_stages; shared > MOST_SHARED && a.stages > 0; a.stages--) {
-      int chunks = (groups + most - 1) / most;
-      a.chunk = (groups + chunks - 1) / chunks;
-      chunks = (groups + a.chunk - 1) / a.chunk;
-      if (a.T * a.K * chunks <= warps) a.stages = 1;
-      a.columns = std::min(std::min(a.T, 4), down_columns);
-      shared = (size_t)warps * (16 * a.stages * line(std::min(16 * a.chunk * bits, a.F * bits / 8)) + (a.columns * a.chunk * block_bytes(bits) + 15) / 16 * 16) + 64ull * a.T * a.K * chunks;
-      if (shared <= MOST_SHARED) break;
-    }
-  if (shared > MOST_SHARED) return false;
-  launch(table[row], dim3((a.D + 15) / 16), 32 * warps, shared, a);
+  const int groups = groups_of_k(a.F), row = a.F * bits / 8, scales = scales_of(bits, G, a.F), pairs = a.T * a.K;
+  const int wanted = (row + down_slice - 1) / down_slice;
+  a.chunk = (groups + wanted - 1) / wanted;
+  const int chunks = (groups + a.chunk - 1) / a.chunk;
+  a.split = 1;
+  while (a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
+  const int teams = 8 / a.split;
+  const size_t stage = (16ull * std::min(16 * a.chunk * bits, row) + 64 + 32ull * scales + 15) / 16 * 16;
+  const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
+  const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
+  for (a.stages = most; a.stages >= teams && a.stages * stage + rest + 4096 > MOST_SHARED;) a.stages -= teams;
+  if (a.stages < teams) return false;
+  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 288, a.stages * stage + rest, a);
   return true;
 }
 
@@ -490,7 +466,8 @@ static void check_router_and_experts() {
     bf16* w = random_bf16((size_t)E * D, c.one ? 1e-4f : 1.5f / sqrtf(D));
     if (c.one) fill_bf16<<<8, 256>>>(w + (size_t)3 * D, D, 77, 1.f);
     int* counters = zeros<int>(80);
-    for (int T : {1, 2, 7, 9, 33, 150}) {
+    const RouteRule rule = {E, K, c.select, c.chosen, c.renorm, 4, 2, 0.1f, 1.25f};
+    for (int T : {1, 2, 4, 7, 9, 33, 150}) {
       float *r = random_f32((size_t)T * D, 2.f), *gain = random_f32(D, .3f, 1.f), *shift = random_f32(D, .2f);
       if (c.one) {
         std::vector<bf16> w3 = download(w + (size_t)3 * D, D);
@@ -502,8 +479,8 @@ static void check_router_and_experts() {
       Planes px = planes_for(c.bits, T, D), ph = planes_for(c.bits, T * K, F);
       a.logits = device<float>((size_t)T * E), a.ids = device<int>(T * K), a.gates = device<float>(T * K), a.slots = zeros<ExpertSlot>(std::min(T * K, E));
       a.num_slots = device<int>(1), a.pairs = device<int>(T * K), a.x_q = px.q, a.x_scale = px.scale, a.x = r, a.gain = gain, a.shift = shift, a.w = w, a.table = x.table;
-      a.counters = counters, a.T = T, a.D = D, a.E = E, a.K = K, a.tokens = T > 1 && (generic_router || T == 9 || T > 32) ? 4 : 1, a.norm = c.norm, a.eps = 1e-6f, a.bits = c.bits;
-      a.select = c.select, a.softmax_of_chosen = c.chosen, a.renorm = c.renorm, a.num_groups = 4, a.keep_groups = 2, a.jitter = 0.1f, a.scale = 1.25f;
+      a.counters = counters, a.T = T, a.D = D, a.norm = c.norm, a.eps = 1e-6f, a.bits = c.bits, a.rule = rule;
+      router_most = T == 33 ? 16 : 128;
       run_router(a);
       char name[128];
       snprintf(name, 128, "router E %d K %d D %d T %d select %d", E, K, D, T, c.select);
@@ -528,11 +505,20 @@ static void check_router_and_experts() {
 
       float *h = zeros<float>((size_t)T * K * F), *y = random_f32((size_t)T * D, 1.f), *d = device<float>((size_t)T * K * D);
       std::vector<double> hd, want_h((size_t)T * K * F), want_y((size_t)T * D);
-      for (int variant = GATE_N64; variant >= 0; variant--) {
+      const ExpertsArgs half = {nullptr, nullptr, nullptr, a.slots, a.num_slots, a.pairs, {}, T, K, 0, 0, 0, 0, 0};
+      const bool direct = direct_route(a);
+      int* ids_d = device<int>(T * K);
+      float* gates_d = device<float>(T * K);
+      for (int variant = direct ? 2 : 1; variant >= 0; variant--) {  // 2: without a list
+        if (direct && variant == 1) continue;
+        ExpertsArgs up = half;
+        up.out = h, up.x_q = px.q, up.x_scale = px.scale, up.inner = D, up.rows = F;
+        if (variant == 2) up.direct = {a.logits, x.table, ids_d, gates_d, rule, 0};
         OK(cudaMemset(h, 255, (size_t)T * K * F * 4));
-        if (!run_gate_up({h, px.q, px.scale, a.slots, a.num_slots, a.pairs, T, D, F, K, 0, 0}, c.bits, GD, std::min(T * K, E), variant)) continue;
+        if (!run_experts(true, up, c.bits, GD, std::min(T * K, E), variant % 2)) continue;
         hd = widen(download(h, (size_t)T * K * F));
-        if (variant == GATE_N64)
+        if (variant == 2) compare((std::string(name) + " direct ids").c_str(), download(ids_d, T * K), want_ids, 0), compare((std::string(name) + " direct gates").c_str(), download(gates_d, T * K), want_gates, 1e-5);
+        if (variant > 0)
           for (int e = 0; e < E; e++) {
             std::vector<int> mine;
             for (int p = 0; p < T * K; p++) if (ids[p] == e) mine.push_back(p);
@@ -561,13 +547,20 @@ static void check_router_and_experts() {
           for (int k = 0; k < D; k++) want_y[(size_t)(mine[i] / K) * D + k] += 0.7 * gates[mine[i]] * dn[(size_t)i * D + k];
       }
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
-      if (run_down({y, y, h, a.slots, a.num_slots, a.pairs, a.gates, T, D, F, K, 0, 0, 0, 0.7f}, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
+      for (int listed = !direct; T <= 4 && listed < 2; listed++) {
+        OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
+        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, T, D, F, K, 0, 0, 0, 0.7f};
+        if (!listed) down.gates = nullptr, down.direct = {a.logits, x.table, nullptr, nullptr, rule, 0};
+        if (run_down(down, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
+      }
       OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
       run_planes(ph, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 0.f}, T * K);
       for (int variant = 0; variant < 2; variant++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
         OK(cudaMemset(d, 255, (size_t)T * K * D * 4));
-        if (!run_down_pairs({d, ph.q, ph.scale, a.slots, a.num_slots, a.pairs, T, D, F, K, 0, 0}, c.bits, GF, std::min(T * K, E), variant)) continue;
+        ExpertsArgs down = half;
+        down.out = d, down.x_q = ph.q, down.x_scale = ph.scale, down.inner = F, down.rows = D;
+        if (!run_experts(false, down, c.bits, GF, std::min(T * K, E), variant)) continue;
         launch((const void*)moe_combine, dim3((D + 511) / 512, T), 128, 0, CombineArgs{y, y, d, a.gates, D, K, 0.7f});
         snprintf(name, 128, "moe_down_pairs w%d g%d E %d K %d D %d F %d T %d variant %d", c.bits, c.G, E, K, D, F, T, variant);
         compare(name, download(y, (size_t)T * D), want_y, 2e-4);
@@ -580,10 +573,12 @@ static void check_router_and_experts() {
 }
 
 // ----------------------------------------------------------------------------------------------------------------- attention
-static size_t attention_shared(int Dh) { return std::max(4 * 2 * 16 * (Dh + 8) * 2, 4 * 16 * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
+static size_t attention_shared(int Dh, int heads) { return std::max(8 * 2 * 16 * (Dh + 8) * 2, 8 * heads * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
 static void run_attention(const AttentionArgs& a, int Dh, int T) {
-  const void* k = Dh == 32 ? (const void*)attention_decode_d32 : Dh == 64 ? (const void*)attention_decode_d64 : Dh == 96 ? (const void*)attention_decode_d96 : (const void*)attention_decode_d128;
-  launch(k, dim3(a.max_splits, a.Hk, T), 128, attention_shared(Dh), a);
+#define ATTENTIONS(D) {(const void*)attention_decode_d##D, (const void*)attention_decode_wide_d##D}
+  static const void* table[4][2] = {ATTENTIONS(32), ATTENTIONS(64), ATTENTIONS(96), ATTENTIONS(128)};
+  const bool wide = a.H / a.Hk > 8;
+  launch(table[Dh / 32 - 1][wide], dim3(a.max_splits, a.Hk, T), 256, attention_shared(Dh, wide ? 16 : 8), a);
 }
 static void check_attention() {
   struct Case { int Dh, H, Hk, norm, interleaved, window, rope; float clip; };
@@ -722,7 +717,7 @@ static Model build(const Shape& s, int context, int max_batch) {
   OK(cudaDeviceSynchronize());
   return m;
 }
-static int staged_most = 4, pairs_from = 5, router_tokens = 1, max_splits_one = 32, wide_from = 33, head_variant = H4;
+static int staged_most = 4, pairs_from = 2, direct_most = 4, max_splits_one = 32, wide_from = 33, head_variant = H4;
 struct Buffers {
   float *x, *q, *k, *v, *attn, *h, *d, *logits, *router_logits, *gates, *partial;
   Planes px, pa, ph, pe;
@@ -739,7 +734,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   b.router_logits = device<float>(T * s.E), b.gates = device<float>(T * s.K), b.attn = random_f32(T * q, 1.f), b.h = device<float>((size_t)T * s.K * s.F), b.d = device<float>((size_t)T * s.K * s.D);
   b.px = planes_for(8, T, s.D), b.pa = planes_for(8, T, q), b.ph = planes_for(4, T * s.K, s.F), b.pe = planes_for(4, T, s.D);
   b.ids = device<int>(T * s.K), b.num_slots = zeros<int>(1), b.pairs = device<int>(T * s.K), b.counters = zeros<int>(8192), b.slots = zeros<ExpertSlot>(s.E), b.best = zeros<u64>(T);
-  const int max_splits = std::max(1, std::min(max_splits_one, 4 * max_splits_one / T));
+  const int max_splits = std::max(1, std::min(max_splits_one, num_sm / (T * s.Hk)));
   std::vector<int> tokens, positions(T, m.context - 1), table;
   if (decode) {
     b.partial = device<float>((size_t)T * s.Hk * max_splits * 16 * (s.Dh + 4));
@@ -756,6 +751,9 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   ops.push_back({"reset", -1, 0, [=] { OK(cudaMemcpyAsync(b.x, x0, 4ull * T * s.D, cudaMemcpyDeviceToDevice, stream)); }});
   for (int l = 0; l < s.L; l++) {
     const Layer& y = m.layers[l];
+    const RouteRule rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
+    const bool direct = T <= direct_most && T * s.K <= 32;
+    const DirectRoute route = direct ? DirectRoute{b.router_logits, y.table, b.ids, b.gates, rule, 0} : DirectRoute{};
     if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, y.attn_gain, nullptr, s.D, s.D, 1, 1e-6f}, T); }});
     ops.push_back({"qkv", l, y.q.bytes() + y.k.bytes() + y.v.bytes(), [=] {
       LinearArgs a = {};
@@ -782,16 +780,16 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     ops.push_back({"router", l, 2.0 * s.E * s.D, [=] {
       RouterArgs a = {};
       a.logits = b.router_logits, a.ids = b.ids, a.gates = b.gates, a.slots = b.slots, a.num_slots = b.num_slots, a.pairs = b.pairs, a.x_q = b.pe.q, a.x_scale = b.pe.scale, a.x = b.x, a.gain = y.ffn_gain, a.w = y.router;
-      a.table = y.table, a.counters = b.counters + 2048, a.T = T, a.D = s.D, a.E = s.E, a.K = s.K, a.tokens = T == 1 ? 1 : T > 64 ? 4 : router_tokens, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.renorm = 1, a.scale = 1.f;
-      run_router(a);
+      a.table = y.table, a.counters = b.counters + 2048, a.T = T, a.D = s.D, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.rule = rule;
+      run_router(a, !direct);
     }});
-    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_gate_up({b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
     bool whole = T < pairs_from;
     if (whole) {
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
       ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K); }});
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_down_pairs({b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, T, s.D, s.F, s.K, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
       ops.push_back({"combine", l, 0, [=] { launch((const void*)moe_combine, dim3((s.D + 511) / 512, T), 128, 0, CombineArgs{b.x, b.x, b.d, b.gates, s.D, s.K, 0.1f}); }});
     }
   }
@@ -880,8 +878,8 @@ int main(int argc, char** argv) {
     check_attention(), printf("attention: %d checks, %d failures, worst %.2f of bound (%s)\n", checks, failures, worst, worst_name.c_str()), fflush(stdout);
     use_pdl = true;
   }
-  staged_most = value("staged", staged_most), down_warps = value("down_warps", down_warps), down_steps = value("down_steps", down_steps), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
-  pairs_from = value("pairs_from", pairs_from), wide_from = value("wide_from", wide_from), s4_most = value("s4_most", s4_most), prefer_blocks = value("prefer_blocks", prefer_blocks), cols_most = value("cols", cols_most), most_stages = value("stages", most_stages), column_cost = value("column_cost", column_cost);
+  staged_most = value("staged", staged_most), blocks_each = value("blocks", 0), max_splits_one = value("splits", max_splits_one);
+  pairs_from = value("pairs_from", pairs_from), wide_from = value("wide_from", wide_from), s4_most = value("s4_most", s4_most), cols_most = value("cols", cols_most), most_stages = value("stages", most_stages), most_teams = value("teams", most_teams), direct_most = value("direct", direct_most), down_slice = value("slice", down_slice), most_shared_kb = value("shared", most_shared_kb), column_cost = value("column_cost", column_cost);
   if (has("step")) {
     const int context = value("context", 512);
     Shape shape = has("mixtral") ? mixtral : qwen;
@@ -893,13 +891,10 @@ int main(int argc, char** argv) {
     measure(m, batches, has("kernels"));
     if (has("prefill")) measure(m, {512}, true, false);
     if (has("variants")) {
-      pairs_from = 5;
-      for (int n : {1, 2, 3}) printf("at most %d stages: ", n), most_stages = n, measure(m, {1, 8, 32}, n == 2);
-      prefer_blocks = 0;
-      for (int n : {2, 3}) printf("most in flight, at most %d stages: ", n), most_stages = n, measure(m, {1, 8, 32}, n == 2);
-      most_stages = 2, prefer_blocks = 1;
-      for (int n : {1, 2}) printf("%d columns: ", n), cols_most = n, measure(m, {8, 16}, false);
-      cols_most = 4;
+      for (int n : {2, 3}) printf("at most %d teams: ", n), most_teams = n, measure(m, {1, 4, 8, 32}, false);
+      for (int n : {0, 1}) printf("direct %d: ", n), direct_most = n, measure(m, {1, 2, 4}, false);
+      direct_most = 4;
+      for (int n : {8, 16, 32}) printf("at most %d splits: ", n), max_splits_one = n, measure(m, {1, 4}, false);
     }
   }
   return failures != 0;

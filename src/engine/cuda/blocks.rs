@@ -270,8 +270,9 @@ impl Engine {
 
     fn attention_fits(&self, part: &DecodePart, num_tok: usize) -> bool {
         let h = part.heads;
-        let shared = launch::attention(h.dim, h.kv, num_tok).shared_bytes as usize <= self.limits().block_shared_bytes;
-        shared && self.fast.has(&format!("attention_decode_d{}", h.dim)) && h.q / h.kv <= 16 && num_tok <= launch::DECODE_TOK
+        let shared = launch::attention(h.dim, h.q, h.kv, num_tok).shared_bytes as usize <= self.limits().block_shared_bytes;
+        let name = launch::attention_name(h.dim, h.q / h.kv);
+        shared && self.fast.has(&name) && h.q / h.kv <= 16 && num_tok <= launch::DECODE_TOK
     }
 
     fn prefill_fits(&self, part: &DecodePart, num_tok: usize) -> bool {
@@ -314,7 +315,7 @@ impl Engine {
             h: h.q as i32,
             hk: h.kv as i32,
             max_pages: view.table_stride as i32,
-            max_splits: launch::attention_splits(view.num_tok) as i32,
+            max_splits: launch::attention_splits(h.kv, view.num_tok) as i32,
             norm,
             eps,
             clip: part.clip.unwrap_or(f32::INFINITY),
@@ -323,8 +324,8 @@ impl Engine {
             window: part.window.unwrap_or(0) as i32,
             scale: h.scale,
         };
-        let grid = launch::attention(h.dim, h.kv, view.num_tok);
-        self.fast.launch(&format!("attention_decode_d{}", h.dim), grid, &args)?;
+        let grid = launch::attention(h.dim, h.q, h.kv, view.num_tok);
+        self.fast.launch(&launch::attention_name(h.dim, h.q / h.kv), grid, &args)?;
         self.count_keys();
         Ok(())
     }
@@ -420,13 +421,10 @@ impl Engine {
         let (limits, width) = (self.limits(), self.spec.width);
         let (experts, top_k) = (router.experts, router.top_k);
         let fits = |t: &usize| {
-            launch::down_pairs(d, width, f, 1, *t, limits).is_some()
-                && launch::gate_up(g, width, f, 1, *t, limits).is_some()
-                && if launch::routes_rows(*t) {
-                    launch::router_rows(experts, top_k, *t, limits).is_some()
-                } else {
-                    launch::router(experts, top_k, width, *t, limits).is_some()
-                }
+            launch::down_pairs(d, width, f, 1, *t, None, limits).is_some()
+                && launch::gate_up(g, width, f, 1, *t, None, limits).is_some()
+                && launch::router_rows(experts, top_k, false, *t, limits).is_some()
+                && launch::router_logits(experts, width, *t, false, limits).is_some()
         };
         [EXPERTS_TOK, 256, 128, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
     }
@@ -485,75 +483,74 @@ impl Engine {
         let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
         let slots = (num_tok * top_k).min(router.experts);
-        let Some(first) = launch::gate_up(g, width, f, slots, num_tok, limits) else { return Ok(()) };
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
-        self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
+        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
+        let chooses = (direct.logits != 0).then_some(router.experts);
+        let Some(first) = launch::gate_up(g, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
 
         let gates = self.work.gates.at(start * top_k * 4);
         let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);
-        let (list, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
-        let (t, wide, inner, k) = (num_tok as i32, width as i32, f as i32, top_k as i32);
-        let args = GateUpArgs {
-            h,
+        let args = ExpertsArgs {
+            out: h,
             x_q: planes.codes.at(0),
             x_scale: planes.scales.at(0),
-            slots: list,
-            num_slots,
-            pairs,
-            t,
-            d: wide,
-            f: inner,
-            k,
+            slots: self.work.expert_slots.at(0),
+            num_slots: self.work.num_slots.at(0),
+            pairs: self.work.pairs.at(0),
+            direct,
+            t: num_tok as i32,
+            k: top_k as i32,
+            inner: width as i32,
+            rows: f as i32,
             columns: first.columns as i32,
             stages: first.stages as i32,
+            teams: first.teams as i32,
         };
         let name = |w: launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
         self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)?;
 
-        if let Some(whole) = launch::down(d, width, f, top_k, num_tok, limits) {
+        if let Some(whole) = launch::down(d, width, f, top_k, num_tok, chooses, limits) {
             let args = DownArgs {
                 y: x,
                 add: x,
                 h,
-                slots: list,
-                num_slots,
-                pairs,
+                slots: args.slots,
+                num_slots: args.num_slots,
+                pairs: args.pairs,
                 gates,
-                t,
-                d: wide,
-                f: inner,
-                k,
+                direct,
+                t: args.t,
+                d: width as i32,
+                f: f as i32,
+                k: args.k,
                 chunk: whole.chunk as i32,
                 stages: whole.stages as i32,
-                columns: 1,
+                split: whole.split as i32,
                 scale,
             };
             return Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), whole.grid, &args)?);
         }
-        let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, limits) else { return Ok(()) };
+        let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
         let planes = &self.work.inner_planes;
-        self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
+        self.planes(planes, Source::Floats(h, f as i32), f, d.bits, num_tok * top_k)?;
         let outputs = self.work.pair_outputs.at(0);
-        let args = DownPairsArgs {
+        let args = ExpertsArgs {
             out: outputs,
-            h_q: planes.codes.at(0),
-            h_scale: planes.scales.at(0),
-            slots: list,
-            num_slots,
-            pairs,
-            t,
-            d: wide,
-            f: inner,
-            k,
+            x_q: planes.codes.at(0),
+            x_scale: planes.scales.at(0),
+            inner: f as i32,
+            rows: width as i32,
             columns: second.columns as i32,
             stages: second.stages as i32,
+            teams: second.teams as i32,
+            ..args
         };
         self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?;
-        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: wide, k, scale };
+        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: width as i32, k: args.k, scale };
         Ok(self.fast.launch("moe_combine", launch::combine(width, num_tok), &args)?)
     }
 
-    /// Experts and gates of a run of tokens, the list of experts in use, and the planes of their input.
+    /// Planes of the experts' input, and experts, gates and list of a run of tokens; or what the experts' kernels need to choose themselves.
     #[allow(clippy::too_many_arguments)]
     fn route(
         &self,
@@ -565,7 +562,7 @@ impl Engine {
         x: u64,
         start: usize,
         num_tok: usize,
-    ) -> Result<(), EngineError> {
+    ) -> Result<DirectRoute, EngineError> {
         let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
         let rule = rule(router);
         let planes = &self.work.expert_planes;
@@ -586,35 +583,43 @@ impl Engine {
             counters: self.work.counters.at(self.work.router_counters_at),
             t: num_tok as i32,
             d: width as i32,
-            e: rule.experts,
-            k: rule.top_k,
-            tokens: launch::router_tokens(num_tok) as i32,
+            tokens: 0,
             w_is_f32: (w.kind == Kind::F32) as i32,
+            ahead: 0,
             norm: norm_code(lead),
             eps: lead.norm.eps,
             bits: bits as i32,
-            select: rule.select,
-            softmax_of_chosen: rule.softmax_of_chosen,
-            renorm: rule.renorm,
-            num_groups: rule.groups,
-            keep_groups: rule.keep,
-            jitter: rule.jitter,
-            scale: rule.scale,
+            rule: RouteRule {
+                e: rule.experts,
+                k: rule.top_k,
+                select: rule.select,
+                softmax_of_chosen: rule.softmax_of_chosen,
+                renorm: rule.renorm,
+                num_groups: rule.groups,
+                keep_groups: rule.keep,
+                jitter: rule.jitter,
+                scale: rule.scale,
+            },
         };
-        let Some(grid) = (if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
-            launch::router_rows(experts, top_k, num_tok, limits)
+        if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
+            self.planes(planes, Source::Normed(lead, x), width, bits, num_tok)?;
+            let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
+            self.products(Source::Normed(lead, x), &[logits], num_tok)?;
         } else {
-            None
-        }) else {
-            let Some(grid) = launch::router(experts, top_k, width, num_tok, limits) else { return Ok(()) };
-            let plain_top = matches!(router.select, crate::model::spec::Select::Top);
-            return Ok(self.fast.launch(launch::router_name(experts, plain_top, num_tok), grid, &args)?);
-        };
-        let source = Source::Normed(lead, x);
-        self.planes(planes, source, width, bits, num_tok)?;
-        let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
-        self.products(source, &[logits], num_tok)?;
-        Ok(self.fast.launch("router_rows", grid, &args)?)
+            let half = w.kind == Kind::Bf16;
+            let Some(launch) = launch::router_logits(experts, width, num_tok, half, limits) else { return Ok(DirectRoute::ZERO) };
+            let args = RouterArgs { ahead: launch.ahead as i32, ..args };
+            self.fast.launch(launch.name, launch.grid, &args)?;
+        }
+        let plain_top = matches!(router.select, crate::model::spec::Select::Top);
+        if plain_top && launch::routes_directly(experts, top_k, num_tok) {
+            let RouterArgs { logits, table, ids, gates, rule, .. } = args;
+            return Ok(DirectRoute { logits, table, ids, gates, rule, pad: 0 });
+        }
+        let Some(rows) = launch::router_rows(experts, top_k, plain_top, num_tok, limits) else { return Ok(DirectRoute::ZERO) };
+        let args = RouterArgs { tokens: rows.tokens as i32, ..args };
+        self.fast.launch(rows.name, rows.grid, &args)?;
+        Ok(DirectRoute::ZERO)
     }
 
     /// Final norm and logits of the rows asked for. The rows are gathered over the residual's own normed slot.

@@ -79,13 +79,18 @@ structs! {
         counters: u64,
         t: i32,
         d: i32,
-        e: i32,
-        k: i32,
         tokens: i32,
         w_is_f32: i32,
+        ahead: i32,
         norm: i32,
         eps: f32,
         bits: i32,
+        rule: RouteRule,
+    }
+    /// How a token's experts are chosen.
+    RouteRule in "common/routing.cuh" {
+        e: i32,
+        k: i32,
         select: i32,
         softmax_of_chosen: i32,
         renorm: i32,
@@ -94,35 +99,31 @@ structs! {
         jitter: f32,
         scale: f32,
     }
-    /// First half of the experts.
-    GateUpArgs in "linear.cu" {
-        h: u64,
+    /// The choice without a list.
+    DirectRoute in "common/routing.cuh" {
+        logits: u64,
+        table: u64,
+        ids: u64,
+        gates: u64,
+        rule: RouteRule,
+        pad: i32,
+    }
+    /// Either half of the experts.
+    ExpertsArgs in "common/routing.cuh" {
+        out: u64,
         x_q: u64,
         x_scale: u64,
         slots: u64,
         num_slots: u64,
         pairs: u64,
+        direct: DirectRoute,
         t: i32,
-        d: i32,
-        f: i32,
         k: i32,
+        inner: i32,
+        rows: i32,
         columns: i32,
         stages: i32,
-    }
-    /// Second half, pair by pair.
-    DownPairsArgs in "linear.cu" {
-        out: u64,
-        h_q: u64,
-        h_scale: u64,
-        slots: u64,
-        num_slots: u64,
-        pairs: u64,
-        t: i32,
-        d: i32,
-        f: i32,
-        k: i32,
-        columns: i32,
-        stages: i32,
+        teams: i32,
     }
     /// Second half with its sum.
     DownArgs in "moe.cu" {
@@ -133,13 +134,14 @@ structs! {
         num_slots: u64,
         pairs: u64,
         gates: u64,
+        direct: DirectRoute,
         t: i32,
         d: i32,
         f: i32,
         k: i32,
         chunk: i32,
         stages: i32,
-        columns: i32,
+        split: i32,
         scale: f32,
     }
     /// Attention of one new token a sequence.
@@ -309,23 +311,14 @@ impl Fast {
 fn names(program: &Source) -> Vec<String> {
     let of_form = |patterns: &[&str]| patterns.iter().map(|p| p.replace('X', program.form.unwrap_or_default())).collect();
     match program.name {
-        "linear.cu" => of_form(&[
-            "linear_X_s4",
-            "linear_X_h4",
-            "linear_X_n32",
-            "linear_X_n64",
-            "moe_gate_up_X_s4",
-            "moe_gate_up_X_n64",
-            "moe_down_pairs_X_s4",
-            "moe_down_pairs_X_n64",
-        ]),
-        "router.cu" => ["router_topk", "router_topk_t4", "router_topk_t1", "router_rows"].map(String::from).to_vec(),
-        "moe.cu" => {
-            let forms = PROGRAMS.iter().filter_map(|p| p.form);
-            forms.map(|f| format!("moe_down_{f}")).collect()
+        "linear.cu" => {
+            of_form(&["linear_X_s4", "linear_X_h4", "linear_X_n32", "linear_X_n64", "moe_gate_up_X_n64", "moe_down_pairs_X_n64"])
         }
+        "moe.cu" => of_form(&["moe_gate_up_X_s4", "moe_down_pairs_X_s4", "moe_down_X"]),
+        "router.cu" => ["router_logits_t1", "router_logits", "router_rows", "router_rows_t4"].map(String::from).to_vec(),
         "attention.cu" => {
-            let each = |d| ["attention_decode", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
+            let each =
+                |d| ["attention_decode", "attention_decode_wide", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
             [32, 64, 96, 128].into_iter().flat_map(each).collect()
         }
         "rows.cu" => {
@@ -355,6 +348,7 @@ mod tests {
                     (_, "int") => "i32",
                     (_, "float") => "f32",
                     (_, "LinearMatrix") => "[LinearMatrix; 3]",
+                    (_, "RouteRule" | "DirectRoute") => ty,
                     other => panic!("`{name}` has a field of type {other:?}"),
                 };
                 fields.push((field.trim_end_matches("[3]").to_lowercase(), spelt.to_string()));

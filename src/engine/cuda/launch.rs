@@ -78,13 +78,24 @@ pub const DECODE_TOK: usize = 64;
 /// Tokens from which logits of the router come from a product of their own.
 const ROUTER_ROWS_TOK: usize = 65;
 /// Tokens up to which the experts' rows are streamed whole.
-const STREAMED_TOK: usize = 48;
+const STREAMED_TOK: usize = 64;
 /// Tokens up to which one kernel takes products and sums of the experts' second half.
-const SUMMED_TOK: usize = 4;
+const SUMMED_TOK: usize = 1;
+/// Tokens, pairs and experts up to which the experts' kernels choose for themselves.
+const DIRECT_TOK: usize = 4;
+const DIRECT_PAIRS: usize = 32;
+const DIRECT_EXPERTS: usize = 128;
+/// Addresses of an expert.
+const EXPERT_POINTERS: usize = 6;
+/// Stages of a streaming kernel, and shared memory of it that is not asked for at launch.
+const MOST_STAGES: usize = 8;
+const STREAM_STATIC: usize = 4096;
 /// Tokens of the widest pass of a product for few tokens.
 const FEW_TOK: usize = 32;
 /// Output rows from which a product for few tokens does not split k.
 const TALL_ROWS: usize = 40_000;
+/// Blocks of decode attention that leave partial results.
+pub const SPLIT_BLOCKS: usize = 128;
 /// Cost of a pass over weights, in tokens.
 const PASS_COST: usize = 16;
 /// Weights whose activations share a scale.
@@ -263,49 +274,59 @@ impl Product {
     }
 }
 
-/// Bytes of one row's run of weights in shared memory, so that eight rows fall into different banks.
-fn line(bytes: usize) -> usize {
-    bytes.next_multiple_of(128) + 64
-}
-
 /// Whether the router's logits come from a product of their own.
 pub fn routes_rows(num_tok: usize) -> bool {
     num_tok >= ROUTER_ROWS_TOK
 }
 
-/// Tokens that a block of the fused router takes.
-pub fn router_tokens(num_tok: usize) -> usize {
-    if num_tok <= 32 { 1 } else { 4 }
+/// Whether the experts' kernels find the choice themselves instead of reading a list; for the plain highest only.
+pub fn routes_directly(experts: usize, top_k: usize, num_tok: usize) -> bool {
+    num_tok <= DIRECT_TOK && num_tok * top_k <= DIRECT_PAIRS && experts <= DIRECT_EXPERTS
 }
 
-/// The narrowest instance of the fused router.
-pub fn router_name(experts: usize, plain_top: bool, num_tok: usize) -> &'static str {
-    match router_tokens(num_tok) {
-        _ if experts > 128 || !plain_top => "router_topk",
-        1 => "router_topk_t1",
-        _ => "router_topk_t4",
-    }
+/// How the router's logits are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LogitsLaunch {
+    /// A warp an expert; the second direction is runs of tokens.
+    pub name: &'static str,
+    /// A block eight experts.
+    pub grid: Grid,
+    /// Whether rows of 16 bits wait in shared memory.
+    pub ahead: bool,
 }
 
-/// Words of the masks that say which pairs chose an expert.
-fn router_masks(experts: usize, top_k: usize, num_tok: usize) -> usize {
-    (num_tok * top_k).div_ceil(32) * experts
+/// Logits of the router and planes of its input.
+pub fn router_logits(experts: usize, d: usize, num_tok: usize, half: bool, limits: Limits) -> Option<LogitsLaunch> {
+    let (name, tokens) = if num_tok == 1 { ("router_logits_t1", 1) } else { ("router_logits", 4) };
+    let of = |ahead: bool| {
+        let shared = 4 * tokens * d + if ahead { 16 * d } else { 0 };
+        let grid = Grid::new([experts.div_ceil(8), num_tok.div_ceil(tokens), 1], 256).shared(shared);
+        (shared <= limits.block_shared_bytes).then_some(LogitsLaunch { name, grid, ahead })
+    };
+    (if half { of(true) } else { None }).or_else(|| of(false))
 }
 
-/// The fused router.
-pub fn router(experts: usize, top_k: usize, d: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
-    let tokens = router_tokens(num_tok);
-    let before = (tokens * d).max(router_masks(experts, top_k, num_tok));
-    let shared = 4 * (before + tokens * experts + (tokens * experts).max(num_tok * top_k) + 64);
-    let grid = Grid::new([8, num_tok.div_ceil(tokens), 1], 256).shared(shared);
-    (shared <= limits.block_shared_bytes).then_some(grid)
+/// How experts are chosen and listed from logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowsLaunch {
+    /// The narrowest instance.
+    pub name: &'static str,
+    /// A warp a token.
+    pub grid: Grid,
+    /// Tokens of a block.
+    pub tokens: usize,
 }
 
-/// The choice of experts where the logits are there.
-pub fn router_rows(experts: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<Grid> {
-    let shared = 4 * ((8 * experts).max(router_masks(experts, top_k, num_tok)) + (8 * experts).max(num_tok * top_k));
-    let grid = Grid::new([num_tok.div_ceil(8), 1, 1], 256).shared(shared);
-    (shared <= limits.block_shared_bytes).then_some(grid)
+/// The choice of experts where the logits are there; one block as long as that takes few rounds.
+pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize, limits: Limits) -> Option<RowsLaunch> {
+    const MOST_ROUNDS: usize = 4;
+    let narrow = plain_top && experts <= DIRECT_EXPERTS;
+    let (name, warps) = if narrow { ("router_rows_t4", 32) } else { ("router_rows", 16) };
+    let tokens = if num_tok <= MOST_ROUNDS * warps { num_tok.next_multiple_of(warps) } else { warps };
+    let pairs = num_tok * top_k;
+    let shared = 4 * (pairs.div_ceil(32) * experts + pairs + if narrow { 0 } else { warps * experts });
+    let grid = Grid::new([num_tok.div_ceil(tokens), 1, 1], 32 * warps as u32).shared(shared);
+    (shared <= limits.block_shared_bytes).then_some(RowsLaunch { name, grid, tokens })
 }
 
 /// How a half of the experts is launched.
@@ -317,8 +338,10 @@ pub struct ExpertsLaunch {
     pub grid: Grid,
     /// Tokens of an expert at a time.
     pub columns: usize,
-    /// Tiles in shared memory, for `s4`.
+    /// Tiles in shared memory and the teams that take them, for `s4`.
     pub stages: usize,
+    /// Of four warps.
+    pub teams: usize,
 }
 
 /// What differs between the halves of the experts.
@@ -327,20 +350,44 @@ struct Half {
     inner: usize,
     rows: usize,
     matrices: usize,
-    /// Warps side by side and along k of the streaming kernel, and its tile.
-    m_warps: usize,
-    k_warps: usize,
+    /// Rows of a tile of the streaming kernel, and its warps along k.
     tile_rows: usize,
+    k_warps: usize,
+    /// Bytes of the addresses that a block which chooses for itself keeps.
+    table_bytes: usize,
 }
 
-/// The first half of the experts.
-pub fn gate_up(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
-    experts(width, &Half { inner: d, rows: f, matrices: 2, m_warps: 1, k_warps: 8, tile_rows: 32 }, slots, num_tok, limits)
+/// Bytes of the addresses of all experts, where blocks choose for themselves.
+fn table_bytes(direct: Option<usize>) -> usize {
+    8 * EXPERT_POINTERS * direct.unwrap_or(0)
+}
+
+/// The first half of the experts; `direct`: how many there are, where blocks choose for themselves.
+pub fn gate_up(
+    width: Width,
+    d: usize,
+    f: usize,
+    slots: usize,
+    num_tok: usize,
+    direct: Option<usize>,
+    limits: Limits,
+) -> Option<ExpertsLaunch> {
+    let half = Half { inner: d, rows: f, matrices: 2, tile_rows: 32, k_warps: 4, table_bytes: table_bytes(direct) };
+    experts(width, &half, slots, num_tok, limits)
 }
 
 /// The second half of the experts for pairs of tokens and experts, to be summed.
-pub fn down_pairs(width: Width, d: usize, f: usize, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
-    experts(width, &Half { inner: f, rows: d, matrices: 1, m_warps: 4, k_warps: 2, tile_rows: 64 }, slots, num_tok, limits)
+pub fn down_pairs(
+    width: Width,
+    d: usize,
+    f: usize,
+    slots: usize,
+    num_tok: usize,
+    direct: Option<usize>,
+    limits: Limits,
+) -> Option<ExpertsLaunch> {
+    let half = Half { inner: f, rows: d, matrices: 1, tile_rows: 64, k_warps: 1, table_bytes: table_bytes(direct) };
+    experts(width, &half, slots, num_tok, limits)
 }
 
 fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
@@ -352,71 +399,79 @@ fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limi
             let shared = width.ring(2, 4, width.depth()) + width.depth() * columns * (width.block() + 4);
             let fit = blocks_that_fit(shared, most_blocks, limits)? * limits.num_sm;
             let grid = Grid::new([tiles, slots.min((fit / tiles).max(1)), 1], 128).shared(shared);
-            Some(ExpertsLaunch { variant: "n64", grid, columns, stages: 0 })
+            Some(ExpertsLaunch { variant: "n64", grid, columns, stages: 0, teams: 0 })
         })
     };
     streamed.or_else(many)
 }
 
-/// As many blocks as fit, then as many stages.
+/// As many stages as fit and are of use, then as many teams; a team meets its own stages again.
 fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
-    const MOST_STAGES: usize = 2;
-    let (columns, groups) = (num_tok.clamp(1, 4), half.inner.div_ceil(GROUP_K));
+    const COLUMNS: usize = 4;
+    const MOST_TEAMS: usize = 3;
+    const TEAM_WARPS: usize = 4;
+    let (columns, groups) = (num_tok.clamp(1, COLUMNS), half.inner.div_ceil(GROUP_K));
     let row_bytes = half.inner * width.bits / 8 + 2 * width.scales(half.inner);
     let planes = columns * (groups * width.block() + 4 * plane_scales(half.inner));
-    let stage = (half.tile_rows * row_bytes + 64 + planes).next_multiple_of(16);
-    let tiles = half.rows.div_ceil(half.tile_rows / half.matrices);
-    let of = |stages: usize| {
-        let shared = stages * stage + 4 * half.k_warps * 4 * (half.tile_rows + 8);
-        let spacious = half.matrices == 1 || matches!((width.bits, width.group), (4, 128) | (8, 64 | 256..));
-        let blocks = blocks_that_fit(shared, if spacious && !width.is_widest() { 3 } else { 2 }, limits)?;
-        let grid =
-            Grid::new([tiles, slots.min((blocks * limits.num_sm / tiles).max(1)), 1], 32 * (half.m_warps * half.k_warps) as u32);
-        Some((blocks, ExpertsLaunch { variant: "s4", grid: grid.shared(shared), columns, stages }))
+    let stage = half.tile_rows * row_bytes + 64 + planes;
+    let tiles = half.rows.div_ceil(half.tile_rows / half.matrices) * slots;
+    let each = tiles.div_ceil(limits.num_sm);
+    let sums = if half.k_warps > 1 { 4 * 2 * half.k_warps * COLUMNS * (half.tile_rows + 8) } else { 0 };
+    let of = |teams: usize, stages: usize| {
+        let shared = stages * stage + teams * sums + half.table_bytes;
+        let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], 32 * (TEAM_WARPS * teams + 1) as u32).shared(shared);
+        let fits = shared + STREAM_STATIC <= limits.block_shared_bytes;
+        fits.then_some(ExpertsLaunch { variant: "s4", grid, columns, stages, teams })
     };
-    let one = of(1)?;
-    if tiles * slots <= one.0 * limits.num_sm {
-        return Some(one.1);
-    }
-    let more = (2..=MOST_STAGES).filter_map(of).rfind(|l| l.0 == one.0);
-    Some(more.unwrap_or(one).1)
+    let all = (1..=MOST_TEAMS.min(each)).flat_map(|teams| (1..=MOST_STAGES / teams).map(move |n| (teams, n * teams)));
+    let useful = all.filter(|&(teams, stages)| stages <= each.max(teams));
+    useful.filter_map(|(teams, stages)| of(teams, stages)).max_by_key(|l| (l.stages, l.teams))
 }
 
 /// How the second half of the experts is launched where one kernel also sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DownLaunch {
-    /// One block 16 rows.
+    /// Blocks walk over tiles of 16 rows.
     pub grid: Grid,
-    /// Groups that a warp takes at once.
+    /// Groups of a stage.
     pub chunk: usize,
-    /// Items of weights in shared memory a warp.
+    /// Stages in shared memory.
     pub stages: usize,
+    /// Warps that share a stage.
+    pub split: usize,
 }
 
-/// The second half of the experts for few tokens: the longest chunks and most stages that fit.
-pub fn down(width: Width, d: usize, f: usize, top_k: usize, num_tok: usize, limits: Limits) -> Option<DownLaunch> {
+/// The second half of the experts for one token.
+pub fn down(
+    width: Width,
+    d: usize,
+    f: usize,
+    top_k: usize,
+    num_tok: usize,
+    direct: Option<usize>,
+    limits: Limits,
+) -> Option<DownLaunch> {
+    const WARPS: usize = 8;
+    const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
-    if num_tok > SUMMED_TOK {
+    if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
         return None;
     }
-    let warps = if width.is_widest() { 8 } else { 16 };
-    let groups = f.div_ceil(GROUP_K);
-    let longest = if num_tok == 1 && groups <= MOST_GROUPS { MOST_GROUPS / 2 } else { MOST_GROUPS };
-    for most in (1..=longest).rev() {
-        let chunk = groups.div_ceil(groups.div_ceil(most));
-        let chunks = groups.div_ceil(chunk);
-        let most_stages = if num_tok * top_k * chunks <= warps { 1 } else { 2 };
-        for stages in (1..=most_stages).rev() {
-            let codes = 16 * stages * line((16 * chunk * width.bits).min(f * width.bits / 8));
-            let planes = (chunk * (width.block() + 4)).next_multiple_of(16);
-            let shared = warps * (codes + planes) + 64 * num_tok * top_k * chunks;
-            if shared <= limits.block_shared_bytes {
-                let grid = Grid::new([d.div_ceil(16), 1, 1], 32 * warps as u32).shared(shared);
-                return Some(DownLaunch { grid, chunk, stages });
-            }
-        }
-    }
-    None
+    let (groups, row_bytes, pairs) = (f.div_ceil(GROUP_K), f * width.bits / 8, num_tok * top_k);
+    let chunk = groups.div_ceil(row_bytes.div_ceil(MOST_SLICE));
+    let chunks = groups.div_ceil(chunk);
+    let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(WARPS);
+    let teams = WARPS / split;
+    let stage = (16 * (16 * chunk * width.bits).min(row_bytes) + 64 + 32 * width.scales(f)).next_multiple_of(16);
+    let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
+    let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
+    let tiles = d.div_ceil(16);
+    let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
+    let fits = |stages: &usize| stages * stage + rest + STREAM_STATIC <= limits.block_shared_bytes;
+    let stages = (1..=useful / teams).rev().map(|n| n * teams).find(fits)?;
+    let threads = 32 * (WARPS + 1) as u32;
+    let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], threads).shared(stages * stage + rest);
+    Some(DownLaunch { grid, chunk, stages, split })
 }
 
 /// The sum over ranks.
@@ -425,17 +480,24 @@ pub fn combine(d: usize, num_tok: usize) -> Grid {
 }
 
 /// Most blocks that share the pages of one sequence and head.
-pub fn attention_splits(num_tok: usize) -> usize {
-    let all = if num_tok <= 4 { 128 } else { 64 };
-    (all / num_tok.max(1)).clamp(1, 32)
+pub fn attention_splits(kv_heads: usize, num_tok: usize) -> usize {
+    const MOST_SPLITS: usize = 32;
+    (SPLIT_BLOCKS / (kv_heads * num_tok.max(1))).clamp(1, MOST_SPLITS)
+}
+
+/// The narrowest instance of decode attention for so many query heads a key head.
+pub fn attention_name(head_dim: usize, group: usize) -> String {
+    if group <= 8 { format!("attention_decode_d{head_dim}") } else { format!("attention_decode_wide_d{head_dim}") }
 }
 
 /// Decode attention.
-pub fn attention(head_dim: usize, kv_heads: usize, num_tok: usize) -> Grid {
-    let pages = 4 * 2 * 16 * (head_dim + 8) * 2;
-    let merge = 4 * 16 * (head_dim + 4) * 4;
+pub fn attention(head_dim: usize, heads: usize, kv_heads: usize, num_tok: usize) -> Grid {
+    const WARPS: usize = 8;
+    let rows = if heads / kv_heads <= 8 { 8 } else { 16 };
+    let pages = WARPS * 2 * 16 * (head_dim + 8) * 2;
+    let merge = WARPS * rows * (head_dim + 4) * 4;
     let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + 18 * head_dim * 4;
-    Grid::new([attention_splits(num_tok), kv_heads, num_tok], 128).shared(shared)
+    Grid::new([attention_splits(kv_heads, num_tok), kv_heads, num_tok], 32 * WARPS as u32).shared(shared)
 }
 
 /// Attention of runs of new tokens.
@@ -479,11 +541,34 @@ mod tests {
                     for width in [w(8, 128), w(4, 32), w(16, 1)] {
                         assert!(linear(width, d, &[d, 512], t, false, limits).is_some(), "linear {width:?} {d} {t}");
                         let slots = (t * top_k).min(experts);
-                        assert!(gate_up(width, d, f, slots, t, limits).is_some(), "gate_up {width:?} {d} {t}");
-                        assert!(down_pairs(width, d, f, slots, t, limits).is_some(), "down_pairs {width:?} {d} {t}");
+                        assert!(gate_up(width, d, f, slots, t, None, limits).is_some(), "gate_up {width:?} {d} {t}");
+                        assert!(down_pairs(width, d, f, slots, t, None, limits).is_some(), "down_pairs {width:?} {d} {t}");
                     }
-                    assert!(routes_rows(t) || router(experts, top_k, d, t, limits).is_some(), "router {d} {t}");
-                    assert!(router_rows(experts, top_k, t, limits).is_some(), "router_rows {d} {t}");
+                    assert!(routes_rows(t) || router_logits(experts, d, t, true, limits).is_some(), "router {d} {t}");
+                    assert!(router_rows(experts, top_k, false, t, limits).is_some(), "router_rows {d} {t}");
+                }
+            }
+        }
+    }
+
+    /// A team that met a stage of another team could take it for full; fails if stages are no multiple of the teams.
+    #[test]
+    fn teams_meet_their_own_stages() {
+        for limits in [H200, RTX_3090] {
+            for width in [Width { bits: 4, group: 128 }, Width { bits: 8, group: 32 }, Width { bits: 16, group: 1 }] {
+                for (d, f, top_k) in [(2048, 768, 8), (4096, 14336, 2), (256, 96, 4), (2048, 1408, 6)] {
+                    for t in [1, 2, 5, 64] {
+                        let halves = [
+                            gate_up(width, d, f, t * top_k, t, None, limits),
+                            down_pairs(width, d, f, t * top_k, t, None, limits),
+                        ];
+                        for l in halves.into_iter().flatten().filter(|l| l.variant == "s4") {
+                            assert!(l.stages % l.teams == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
+                        }
+                    }
+                    if let Some(l) = down(width, d, f, top_k, 1, None, limits) {
+                        assert!(l.stages % (8 / l.split) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
+                    }
                 }
             }
         }

@@ -252,7 +252,7 @@ impl Widths {
                     w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
                 }
                 Attn::Gqa(a) => {
-                    w.partial = w.partial.max(a.kv_heads * 16 * (a.head_dim + 4));
+                    w.partial = w.partial.max(16 * (a.head_dim + 4));
                     w.kv_heads = w.kv_heads.max(a.kv_heads);
                 }
             }
@@ -614,7 +614,7 @@ impl Workspace {
             expert_slots: Buffer::new(device, w.experts * fast::SLOT_BYTES)?,
             num_slots: floats(1)?,
             pairs: floats(tok * w.top_k)?,
-            partial: floats(2 * DECODE_TOK * w.partial)?,
+            partial: floats(launch::SPLIT_BLOCKS * w.partial)?,
             counters,
             router_counters_at,
             argmax_counters_at,
@@ -633,7 +633,7 @@ impl Workspace {
         let pairs = tok.min(EXPERTS_TOK) * w.top_k;
         let floats = tok * (all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out) + pairs * spec.width;
         let planes = Planes::bytes(tok, Self::widest(plan) + spec.width) + Planes::bytes(pairs, w.inner);
-        let decode = DECODE_TOK * (spec.vocab + 2 * w.partial);
+        let decode = DECODE_TOK * spec.vocab + launch::SPLIT_BLOCKS * w.partial;
         (4 * (floats + decode) + planes) as u64
     }
 }
