@@ -22,7 +22,6 @@
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 4 R K T on integer tensor cores (6.2 cycles a product
 // and scheduler on sm_90, measured). Source: src/engine/cpu/linear.rs, experts.rs.
 #include "common/planes.cuh"
-#include "common/reduce.cuh"
 #include "common/routing.cuh"
 
 struct LinearMatrix {

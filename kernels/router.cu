@@ -14,7 +14,6 @@
 // Up to four tokens of the plain K highest nothing but router_logits runs: the experts' kernels choose for themselves (DirectRoute).
 // Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides. Source: src/engine/cpu/route.rs.
 #include "common/planes.cuh"
-#include "common/reduce.cuh"
 #include "common/routing.cuh"
 
 struct RouterArgs {
