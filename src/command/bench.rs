@@ -1,41 +1,21 @@
 //! `moe bench`: speed of a model, or of the shape of one.
 
-use super::{Status, UserError, open_engine};
+use super::{Asked, Status, UserError, memory, open_engine, shape};
 use crate::cli::{BenchArgs, Device};
 use crate::engine::cuda::{self, Device as Gpu, measure};
 use crate::engine::{Batch, Engine, Rows, first_max};
 use crate::files;
-use crate::ids::{Component, Part, Role, SeqId, TensorId};
-use crate::model::family;
+use crate::ids::SeqId;
 use crate::model::plan::Slot;
-use crate::profile::precision::Profile;
-use crate::quant::format::{Format, fit};
-use crate::report::{Out, bytes, markdown, table};
-use anyhow::{Context, Result};
+use crate::report::{Out, markdown, table};
+use anyhow::Result;
 use serde::Serialize;
 use std::ops::ControlFlow;
-use std::path::Path;
 use std::time::Instant;
 
 /// Tokens of a prompt pass.
 const CHUNK: usize = 512;
 const SEED: u64 = 1;
-
-macro_rules! shape {
-    ($name:literal) => {
-        ($name, include_str!(concat!("../../profiles/shapes/", $name, ".json")))
-    };
-}
-
-/// Shapes of public models.
-const SHAPES: &[(&str, &str)] = &[
-    shape!("qwen3-30b-a3b"),
-    shape!("mixtral-8x7b"),
-    shape!("qwen1.5-moe-a2.7b"),
-    shape!("phi-3.5-moe"),
-    shape!("deepseek-v2-lite"),
-    shape!("olmoe-1b-7b"),
-];
 
 /// Results of one batch size.
 #[derive(Clone, Debug, Serialize)]
@@ -102,61 +82,23 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
 }
 
 fn open(args: &BenchArgs, out: Out) -> Result<(String, Engine)> {
-    let Some(shape) = &args.shape else {
+    let batch = args.batch.iter().copied().max().unwrap_or(1);
+    let tokens = batch * (args.prompt + args.generate).next_multiple_of(cuda::PAGE_TOKENS);
+    let Some(name) = &args.shape else {
         let Some(dir) = &args.model else { return Err(UserError::new("no model given").into()) };
-        return Ok((dir.display().to_string(), open_engine(dir, args.device, out)?));
+        let asked = Asked { device: args.device, memory: &args.memory, cache_tok: Some(tokens), batch };
+        return Ok((dir.display().to_string(), open_engine(dir, &asked, out)?));
     };
     if args.device == Device::Cpu {
         return Err(UserError::new("--shape makes its weights on a GPU")
             .hint("give a model directory to measure the processor")
             .into());
     }
-    let text = match SHAPES.iter().find(|(name, _)| name == shape) {
-        Some((_, text)) => text.as_bytes().to_vec(),
-        None if shape.ends_with(".json") => files::read(Path::new(shape))?,
-        None => {
-            let names: Vec<&str> = SHAPES.iter().map(|s| s.0).collect();
-            return Err(UserError::new(format!("there is no shape `{shape}`"))
-                .hint(format!("shapes are {}", names.join(", ")))
-                .into());
-        }
-    };
-    let config = serde_json::from_slice(&text)
-        .with_context(|| format!("shape `{shape}`"))
-        .map_err(|e| UserError::new(format!("{e:#}")))?;
-    let (_, spec) = family::read(&config)?;
-    let format = formats(&args.profile)?;
-    let engine = cuda::Engine::random(&spec, &*format, SEED, cuda::Options::default())?;
-    out.note(vram_line(&engine));
-    Ok((format!("{shape} ({})", args.profile), engine.into()))
-}
-
-fn vram_line(engine: &cuda::Engine) -> String {
-    let plan = engine.vram();
-    let parts = plan.parts.iter().filter(|p| p.1 > 0).map(|(what, n)| format!("{what} {}", bytes(*n)));
-    format!("GPU memory: {}; {} in all", parts.collect::<Vec<_>>().join(", "), bytes(plan.total_bytes))
-}
-
-/// Formats of a profile by id and columns; routers, gates, norms and `kv` projections of latents stay at source as in artifacts.
-fn formats(name: &str) -> Result<Box<dyn Fn(TensorId, usize) -> Format>> {
-    let kept = |id: TensorId| {
-        let router = matches!(id.role, Role::Router | Role::SharedRouter | Role::KvA | Role::KvB | Role::QA);
-        router || id.part == Part::Bias || id.role.component() == Component::Norms
-    };
-    if name == "bench" {
-        return Ok(Box::new(move |id, cols| match id.role {
-            _ if kept(id) => Format::Source,
-            Role::Embed => Format::Source,
-            Role::ExpertGate | Role::ExpertUp | Role::ExpertDown => fit(Format::INT4_G128, cols),
-            _ => fit(Format::INT8_G128, cols),
-        }));
-    }
-    let profile = Profile::built_in(name)?;
-    Ok(Box::new(move |id, cols| {
-        let text = id.to_string();
-        let rule = profile.rules.iter().find(|r| r.pattern.matches(&text)).filter(|_| !kept(id));
-        rule.map_or(Format::Source, |r| fit(r.format, cols))
-    }))
+    let (family, spec) = shape::spec(name)?;
+    let format = shape::formats(&args.profile)?;
+    let options = cuda::Options { cache_tok: tokens, ..memory::options(&args.memory, None, &spec, family)? };
+    let engine = cuda::Engine::random(&spec, &*format, SEED, options, &mut |plan| out.note(memory::shown(plan, batch)))?;
+    Ok((format!("{name} ({})", args.profile), engine.into()))
 }
 
 /// One prompt for each sequence, then greedy decoding of all together.
@@ -330,24 +272,4 @@ fn report(
 /// Whether there is a GPU to use.
 pub(super) fn gpu() -> Result<std::sync::Arc<Gpu>, cuda::CudaError> {
     Gpu::open(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::model::spec::ModelSpec;
-
-    fn spec(name: &str) -> ModelSpec {
-        let text = SHAPES.iter().find(|s| s.0 == name).unwrap().1;
-        family::read(&serde_json::from_str(text).unwrap()).unwrap().1
-    }
-
-    /// Every shape is a config that the family readers take.
-    #[test]
-    fn shapes_are_configs() {
-        for (name, _) in SHAPES {
-            assert!(!spec(name).layers.is_empty(), "{name}");
-        }
-        assert_eq!(spec("qwen3-30b-a3b").layers.len(), 48);
-    }
 }

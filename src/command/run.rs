@@ -1,6 +1,6 @@
 //! `moe run`: a prompt, a file, a pipe or a conversation, continued.
 
-use super::{Interrupt, Status, UserError, measure, open_engine};
+use super::{Asked, Interrupt, Status, UserError, measure, open_engine};
 use crate::cli::RunArgs;
 use crate::engine::Engine;
 use crate::files;
@@ -48,7 +48,8 @@ pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
 }
 
 fn open(args: &RunArgs, out: Out) -> Result<Session> {
-    let engine = open_engine(&args.model, args.device, out)?;
+    let asked = Asked { device: args.device, memory: &args.memory, cache_tok: None, batch: 1 };
+    let engine = open_engine(&args.model, &asked, out)?;
     let tokenizer = measure::tokenizer(&args.model, engine.spec())?;
     let defaults = GenerationConfig::open(&args.model)?;
     let sampler = sampler(args, &defaults, out)?;

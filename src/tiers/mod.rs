@@ -3,6 +3,10 @@
 //!
 //! Pure functions over numbers: no device, no file, no model. The rules are written so that a kernel can follow them to the letter.
 
+pub mod plan;
+pub mod policy;
 pub mod sizing;
 
+pub use plan::{Needs, VramPlan};
+pub use policy::{Cache, Policy};
 pub use sizing::{Layer, TooSmall, expected_coverage, slots_per_layer};

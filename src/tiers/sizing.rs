@@ -31,6 +31,11 @@ impl Layer {
         self.visits.iter().sum()
     }
 
+    /// Whether a profile saw any of the experts used.
+    pub fn is_profiled(&self) -> bool {
+        self.total() > 0
+    }
+
     /// The fewest slots: `K`, so that one token's experts are there at the same time.
     pub fn floor(&self) -> usize {
         self.top_k.min(self.experts)

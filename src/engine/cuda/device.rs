@@ -1,7 +1,7 @@
 //! One GPU: opening it, what it is, and the two streams work runs on. Everything that can be missing has its own error.
 
 use super::launch::Limits;
-use super::memory::Buffer;
+use super::memory::{Buffer, gigabytes};
 use cudarc::driver::{DriverError, result, sys};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -46,6 +46,14 @@ pub enum CudaError {
         /// With unit.
         free: String,
     },
+    /// A model that does not fit what it was given.
+    #[error("the model does not fit {} of GPU memory, the smallest budget that works is {}", gigabytes(*budget_bytes), gigabytes(*smallest_bytes))]
+    Budget {
+        /// What would do.
+        smallest_bytes: u64,
+        /// What there was.
+        budget_bytes: u64,
+    },
     /// A call of the driver failed.
     #[error("CUDA failed to {what}: {error}")]
     Driver {
@@ -79,6 +87,9 @@ impl CudaError {
                 Some("`pip install nvidia-cuda-nvrtc`, or put a CUDA toolkit's lib64 into LD_LIBRARY_PATH".into())
             }
             CudaError::Memory { .. } => Some("quantize further (--profile compact), or use --device cpu".into()),
+            CudaError::Budget { smallest_bytes, .. } => {
+                Some(format!("give --vram-budget {smallest_bytes}, quantize further (--profile compact), or use --device cpu"))
+            }
             CudaError::TooOld { .. } | CudaError::Unsupported(_) => Some("use --device cpu".into()),
             CudaError::Compile { .. } | CudaError::Driver { .. } | CudaError::Launch { .. } => None,
         }

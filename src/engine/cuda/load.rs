@@ -10,11 +10,12 @@ use super::memory::{Buffer, Event, Pinned, aligned};
 use super::plain::{Kind, Matrix, Plain};
 use crate::artifact::weights::{Data, Weight, Weights};
 use crate::checkpoint::CheckpointError;
-use crate::ids::{Component, Part, Role, TensorId};
+use crate::ids::{Component, ExpertId, LayerId, Part, Role, TensorId};
 use crate::model::names;
 use crate::model::spec::{Ffn, ModelSpec};
 use crate::quant::format::{Bits, Format, Group};
 use crate::tensor::{self, Dtype};
+use crate::tiers;
 use cudarc::driver::result;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -69,6 +70,11 @@ impl Form {
         }
     }
 
+    /// Bytes with what aligns the next tensor.
+    fn placed_bytes(self) -> usize {
+        aligned(self.data_bytes()) + aligned(self.scale_bytes())
+    }
+
     fn scale_bytes(self) -> usize {
         match self.kind {
             Kind::Int4 | Kind::Int8 => self.rows * (self.cols / self.group) * if self.scale_kind == Kind::F32 { 4 } else { 2 },
@@ -92,7 +98,7 @@ pub(super) struct Layout {
     order: Vec<TensorId>,
     /// Bytes of all.
     pub bytes: usize,
-    /// The same by component.
+    /// The same by component; experts, whose slots count them, are left out.
     pub by_component: Vec<(Component, u64)>,
 }
 
@@ -169,7 +175,9 @@ impl Layout {
             }
             layout.places.insert(id, Place { form, data_at: layout.bytes, scales_at: 0 });
             layout.bytes += aligned(form.data_bytes());
-            *sizes.entry(id.role.component()).or_default() += (form.data_bytes() + form.scale_bytes()) as u64;
+            if id.expert.is_none() {
+                *sizes.entry(id.role.component()).or_default() += form.placed_bytes() as u64;
+            }
             layout.order.push(id);
             run.push(id);
         }
@@ -195,6 +203,25 @@ impl Layout {
         };
         let forms: BTreeSet<&str> = self.places.values().filter_map(of).chain(["w16"]).collect();
         forms.into_iter().collect()
+    }
+
+    /// The layers with routers; `visits` are a profile's counts, `[layers with routers][E]`, or empty.
+    pub fn expert_layers(&self, spec: &ModelSpec, visits: &[Vec<u64>]) -> Vec<tiers::Layer> {
+        let mut bytes: BTreeMap<(Option<LayerId>, Option<ExpertId>), u64> = BTreeMap::new();
+        for (id, place) in self.places.iter().filter(|(id, _)| id.expert.is_some()) {
+            *bytes.entry((id.layer, id.expert)).or_default() += place.form.placed_bytes() as u64;
+        }
+        let routed = (0u32..).zip(&spec.layers).filter_map(|(l, layer)| match &layer.ffn {
+            Ffn::Moe(m) => Some((Some(LayerId(l)), m.router)),
+            Ffn::Dense { .. } => None,
+        });
+        let layers = routed.enumerate().map(|(i, (layer, router))| tiers::Layer {
+            experts: router.experts,
+            top_k: router.top_k,
+            slot_bytes: bytes.range((layer, None)..).take_while(|(id, _)| id.0 == layer).map(|(_, n)| *n).max().unwrap_or(0),
+            visits: visits.get(i).cloned().unwrap_or_default(),
+        });
+        layers.collect()
     }
 
     /// Bytes that one tensor takes.
@@ -275,11 +302,10 @@ impl Store {
         let mut store = Self { memory, layout, tables: HashMap::new(), forms: HashMap::new() };
         for (l, layer) in spec.layers.iter().enumerate() {
             let Ffn::Moe(moe) = &layer.ffn else { continue };
-            let layer = crate::ids::LayerId(l as u32);
+            let layer = LayerId(l as u32);
             let table: Vec<Matrix> = (0..moe.router.experts as u32)
                 .flat_map(|e| {
-                    [Role::ExpertGate, Role::ExpertUp, Role::ExpertDown]
-                        .map(|role| TensorId::expert(layer, crate::ids::ExpertId(e), role))
+                    [Role::ExpertGate, Role::ExpertUp, Role::ExpertDown].map(|role| TensorId::expert(layer, ExpertId(e), role))
                 })
                 .map(|id| store.matrix(id))
                 .collect();
@@ -388,7 +414,6 @@ impl<'a> Stager<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::{ExpertId, LayerId};
 
     /// An expert is one run of bytes, words before scales, and no two tensors overlap.
     #[test]

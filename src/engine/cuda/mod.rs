@@ -4,6 +4,7 @@
 //! ([`super::parity`]); `kernels/README.md` has the contracts of the fast kernels, `kernels/plain.cu` the plain ones.
 
 mod blocks;
+pub mod budget;
 pub mod device;
 mod exec;
 mod fast;
@@ -16,10 +17,10 @@ mod memory;
 pub mod module;
 mod pages;
 mod plain;
-pub mod vram;
 
 pub use device::{CudaError, Device, Properties};
 pub use load::LoadError;
+pub use pages::PAGE_TOKENS;
 pub use plain::Kind;
 
 use super::{Batch, EngineError, Event};
@@ -29,6 +30,7 @@ use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::rope;
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
+use crate::tiers::{self, VramPlan};
 use blocks::Ran;
 use fast::Fast;
 use fuse::Group;
@@ -37,31 +39,36 @@ use launch::DECODE_TOK;
 use load::{Layout, Store};
 use memory::{Buffer, aligned};
 use module::{Module, PROGRAMS};
-use pages::{PAGE_TOKENS, PageTable};
+use pages::PageTable;
 use plain::Plain;
 use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::Arc;
-use vram::{Needs, VramPlan};
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
 pub const PLANNED_TOK: usize = 512;
 /// Tokens that pass through the experts at a time.
 const EXPERTS_TOK: usize = 512;
-/// Memory left to the driver, the display and other programs.
-const RESERVE_BYTES: u64 = 512 << 20;
+/// Tokens that the caches of all sequences hold before further experts get memory.
+const CACHE_TOK: usize = 4096;
 /// Largest value and latent widths of the plain attention kernels.
 const MAX_HEAD: usize = 256;
 const MAX_LATENT: usize = 512;
 const MAX_LATENT_KEY: usize = 640;
 
 /// Choices of the caller.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Which device.
     pub index: usize,
-    /// Most bytes of its memory to use; `None`: all that is free.
+    /// Most bytes of its memory to use, the driver's own included; `None`: all that is free.
     pub budget_bytes: Option<u64>,
+    /// Most bytes of page-locked host memory for experts without a slot.
+    pub host_bytes: u64,
+    /// How often a profile saw each expert used, `[layers with routers][E]`; empty without one.
+    pub visits: Vec<Vec<u64>>,
+    /// Tokens that the caches of all sequences together shall hold, if need be in place of experts.
+    pub cache_tok: usize,
     /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
     pub cache: Kind,
     /// Which kernels.
@@ -80,7 +87,15 @@ pub enum Kernels {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { index: 0, budget_bytes: None, cache: Kind::Bf16, kernels: Kernels::Fast }
+        Self {
+            index: 0,
+            budget_bytes: None,
+            host_bytes: u64::MAX,
+            visits: Vec::new(),
+            cache_tok: CACHE_TOK,
+            cache: Kind::Bf16,
+            kernels: Kernels::Fast,
+        }
     }
 }
 
@@ -272,7 +287,7 @@ impl Engine {
     ) -> Result<Self, LoadError> {
         let spec = weights.spec().clone();
         let layout = Layout::of_weights(&weights);
-        let start = Start::new(&spec, &layout, options)?;
+        let start = Start::new(&spec, &layout, &options)?;
         planned(
             &start.vram,
             weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum(),
@@ -281,15 +296,18 @@ impl Engine {
         Ok(Self::assemble(start, Some(weights), spec, store, options)?)
     }
 
-    /// A model of random weights, made on the device; `format` says how each matrix of so many columns is stored.
+    /// A model of random weights, made on the device; `format` says how each matrix of so many columns is stored, `planned` sees
+    /// the plan of the memory before anything is made.
     pub fn random(
         spec: &ModelSpec,
         format: &dyn Fn(TensorId, usize) -> Format,
         seed: u64,
         options: Options,
+        planned: &mut dyn FnMut(&VramPlan),
     ) -> Result<Self, CudaError> {
         let layout = Layout::of_spec(spec, format);
-        let start = Start::new(spec, &layout, options)?;
+        let start = Start::new(spec, &layout, &options)?;
+        planned(&start.vram);
         let store = Store::random(&start.device, &start.plain, spec, layout, seed)?;
         Self::assemble(start, None, spec.clone(), store, options)
     }
@@ -648,31 +666,18 @@ struct Start {
 }
 
 impl Start {
-    fn new(spec: &ModelSpec, layout: &Layout, options: Options) -> Result<Self, CudaError> {
+    fn new(spec: &ModelSpec, layout: &Layout, options: &Options) -> Result<Self, CudaError> {
         check(spec)?;
         let device = Device::open(options.index)?;
         let plan = plan::plan(spec);
-        let element = if options.cache == Kind::F32 { 4 } else { 2 };
-        let row: usize = spec
-            .layers
-            .iter()
-            .map(|layer| match &layer.attn {
-                Attn::Gqa(a) => 2 * a.kv_heads * a.head_dim,
-                Attn::Mla(a) => a.kv_rank + a.rope,
-            })
-            .sum();
-        let context = spec.max_positions.div_ceil(PAGE_TOKENS) as u64;
-        let needs = Needs {
-            weights: layout.by_component.clone(),
-            page_bytes: (PAGE_TOKENS * row * element) as u64,
-            min_pages: context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64),
-            max_pages: (64 * context).clamp(1 << 10, 1 << 14),
-            workspace_bytes: Workspace::planned_bytes(&plan, spec, PLANNED_TOK),
-        };
-        let free = device.memory()?.0.saturating_sub(RESERVE_BYTES);
-        let budget = options.budget_bytes.unwrap_or(free).min(free);
-        let vram = vram::plan(&needs, budget)
-            .map_err(|e| CudaError::Memory { needed: memory::gigabytes(e.smallest_bytes), free: memory::gigabytes(budget) })?;
+        let needs = budget::needs(spec, &plan, layout, options);
+        let free = device.memory()?.0;
+        let budget_bytes = options.budget_bytes.unwrap_or(free).min(free);
+        let vram = tiers::plan::plan(&needs, budget_bytes, options.host_bytes)
+            .map_err(|e| CudaError::Budget { smallest_bytes: e.smallest_bytes, budget_bytes })?;
+        if vram.offloaded_bytes > 0 {
+            return Err(CudaError::Budget { smallest_bytes: vram.resident_bytes, budget_bytes });
+        }
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;
         let fast = Fast::load(&device, &layout.forms())?;
