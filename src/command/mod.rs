@@ -14,6 +14,7 @@ mod profile_experts;
 mod quantize;
 mod run;
 mod shape;
+mod tiers;
 mod verify;
 
 use crate::artifact::error::ArtifactError;
@@ -93,6 +94,7 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Perplexity(args) => perplexity::perplexity(&args, out),
         Command::Prepare(args) => prepare::prepare(&args, out),
         Command::ProfileExperts(args) => profile_experts::profile_experts(&args, out),
+        Command::Tiers(args) => tiers::tiers(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
         Command::Bench(args) => bench::bench(&args, out),
