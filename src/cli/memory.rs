@@ -9,7 +9,7 @@ pub struct MemoryArgs {
     /// Most GPU memory to use, what the driver takes included, e.g. 24GiB (default: all that is free).
     #[arg(long, value_name = "SIZE")]
     pub vram_budget: Option<String>,
-    /// Most page-locked host memory for experts that the GPU does not hold, e.g. 48GiB; the rest stays in the files (default:
+    /// Most page-locked host memory for the experts, e.g. 48GiB; where the GPU does not hold all, all need room there (default:
     /// enough for all).
     #[arg(long, value_name = "SIZE")]
     pub host_budget: Option<String>,

@@ -53,6 +53,9 @@ pub(super) fn shown(plan: &VramPlan, batch: usize) -> String {
     let each =
         if batch > 1 { format!(", {} for each of {batch} sequences", plan.cache_tok / batch as u64) } else { String::new() };
     rows.push((format!("keys and values: {} tokens in {} pages{each}", plan.cache_tok, plan.pages), plan.cache_bytes));
+    if plan.ring_bytes > 0 {
+        rows.push(("ring for prompts".into(), plan.ring_bytes));
+    }
     rows.push(("workspace".into(), plan.workspace_bytes));
     rows.push(("driver".into(), plan.driver_bytes));
     rows.push(("sum".into(), plan.total_bytes));
@@ -60,9 +63,11 @@ pub(super) fn shown(plan: &VramPlan, batch: usize) -> String {
     let cells: Vec<Vec<String>> = rows.into_iter().map(|(what, n)| vec![what, bytes(n)]).collect();
     let mut text = table(&["GPU memory", "bytes"], &cells);
     if plan.offloaded_bytes > 0 {
-        let (host, files) = (bytes(plan.host_bytes), bytes(plan.offloaded_bytes - plan.host_bytes));
-        let all = bytes(plan.resident_bytes);
-        text += &format!("\n{host} of experts in page-locked host memory, {files} left in the files; all fit from {all}");
+        let (host, all) = (bytes(plan.needed_host_bytes), bytes(plan.resident_bytes));
+        text += &format!("\n{host} of page-locked host memory for all experts; all fit from {all}");
+        if plan.host_bytes < plan.needed_host_bytes {
+            text += &format!("\n--host-budget allows {} only", bytes(plan.host_bytes));
+        }
     }
     text
 }

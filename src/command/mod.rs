@@ -164,12 +164,23 @@ struct Asked<'a> {
 
 /// Opens a model on the device asked for; `auto` falls back to the processor and says why.
 fn open_engine(dir: &Path, asked: &Asked<'_>, out: Out) -> Result<Engine> {
+    open_engine_with(dir, asked, &|_| Ok(()), out)
+}
+
+/// The same with further choices for a GPU.
+fn open_engine_with(
+    dir: &Path,
+    asked: &Asked<'_>,
+    change: &dyn Fn(&mut cuda::Options) -> Result<()>,
+    out: Out,
+) -> Result<Engine> {
     let weights = open_model(dir)?;
     if asked.device == Device::Cpu {
         return if asked.memory.is_given() { Err(on_a_gpu("--device cuda")) } else { Ok(Engine::cpu(weights)) };
     }
     let mut options = memory::options(asked.memory, Some(dir), weights.spec(), weights.family())?;
     options.cache_tok = asked.cache_tok.unwrap_or(options.cache_tok);
+    change(&mut options)?;
     match open_cuda(Arc::clone(&weights), options, asked.batch, out) {
         Ok(engine) => Ok(engine),
         Err(LoadError::Cuda(reason)) if asked.device == Device::Auto && !(refused(&reason) && asked.memory.is_given()) => {

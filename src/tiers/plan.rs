@@ -21,6 +21,8 @@ pub struct Needs {
     pub wanted_pages: u64,
     /// Pages beyond which more are of no use.
     pub max_pages: u64,
+    /// Through which prompts have experts without a slot pass, if there are any.
+    pub ring_bytes: u64,
     /// Activations of the largest pass.
     pub workspace_bytes: u64,
     /// What the driver takes for itself: context, code of the kernels.
@@ -42,10 +44,14 @@ pub struct VramPlan {
     pub coverage: f64,
     /// Whether that comes from a profile, rather than from taking all experts to be used alike.
     pub profiled: bool,
-    /// Experts without a slot, which lie in host memory or stay in their files.
+    /// Experts without a slot.
     pub offloaded_bytes: u64,
-    /// Of those, in page-locked host memory.
+    /// Page-locked host memory that all experts take together, if any has no slot: any may leave its slot.
+    pub needed_host_bytes: u64,
+    /// Of that, what is allowed.
     pub host_bytes: u64,
+    /// Through which prompts have experts without a slot pass.
+    pub ring_bytes: u64,
     /// Pages of keys and values.
     pub pages: u64,
     /// The pages.
@@ -69,53 +75,81 @@ impl Needs {
         self.weights.iter().map(|w| w.1).sum::<u64>() + self.workspace_bytes + self.driver_bytes
     }
 
-    /// The smallest budget in which every expert has a slot.
+    /// The smallest budget in which every expert has a slot beside the pages that are wanted.
     pub fn resident_bytes(&self) -> u64 {
-        let experts: u64 = self.layers.iter().map(|l| l.experts as u64 * l.slot_bytes).sum();
-        self.fixed_bytes() + experts + self.wanted_pages.max(self.min_pages) * self.page_bytes
+        let all: Vec<usize> = self.layers.iter().map(|l| l.experts).collect();
+        self.fixed_bytes() + self.slot_bytes(&all) + self.wanted_pages.max(self.min_pages) * self.page_bytes
+    }
+
+    fn slot_bytes(&self, slots: &[usize]) -> u64 {
+        self.layers.iter().zip(slots).map(|(l, &n)| n as u64 * l.slot_bytes).sum()
+    }
+
+    fn affordable(&self, bytes: u64, most: u64) -> u64 {
+        bytes.checked_div(self.page_bytes).map_or(most, |n| n.min(most))
+    }
+
+    /// The plan with these slots, which fit: the rest goes to pages, those that are wanted, or all of use if every expert is there.
+    fn with(&self, slots: Vec<usize>, budget_bytes: u64, host_bytes: u64) -> VramPlan {
+        let all: u64 = self.layers.iter().map(|l| l.experts as u64 * l.slot_bytes).sum();
+        let slot_bytes = self.slot_bytes(&slots);
+        let offloaded_bytes = all - slot_bytes;
+        let (needed_host_bytes, ring_bytes) = if offloaded_bytes > 0 { (all, self.ring_bytes) } else { (0, 0) };
+        let most = if offloaded_bytes > 0 { self.wanted_pages } else { self.max_pages }.max(self.min_pages);
+        let pages = self.affordable(budget_bytes - self.fixed_bytes() - slot_bytes - ring_bytes, most);
+        let cache_bytes = pages * self.page_bytes;
+        VramPlan {
+            weights: self.weights.iter().map(|(c, bytes)| (c.name(), *bytes)).collect(),
+            experts: self.layers.iter().map(|l| l.experts).sum(),
+            coverage: expected_coverage(&self.layers, &slots),
+            profiled: self.layers.iter().any(Layer::is_profiled),
+            slots,
+            slot_bytes,
+            offloaded_bytes,
+            needed_host_bytes,
+            host_bytes: needed_host_bytes.min(host_bytes),
+            ring_bytes,
+            pages,
+            cache_bytes,
+            cache_tok: pages * self.page_tok,
+            workspace_bytes: self.workspace_bytes,
+            driver_bytes: self.driver_bytes,
+            total_bytes: self.fixed_bytes() + slot_bytes + ring_bytes + cache_bytes,
+            budget_bytes,
+            resident_bytes: self.resident_bytes(),
+        }
     }
 }
 
 /// Fits a model into a budget. What must be there comes first: weights that every token uses, workspace, driver, the fewest slots
-/// and pages. Then pages up to those that are wanted, then slots up to all experts, then pages up to those that are of use.
-/// `host_bytes` bounds page-locked memory; experts beyond it stay in their files.
+/// and pages. Then pages up to those that are wanted, then slots up to all experts, then pages up to those that are of use. With a
+/// slot for every expert there is no ring. `host_bytes` bounds page-locked memory.
 pub fn plan(needs: &Needs, budget_bytes: u64, host_bytes: u64) -> Result<VramPlan, TooSmall> {
-    let fixed = needs.fixed_bytes();
-    let floor: u64 = needs.layers.iter().map(|l| l.floor() as u64 * l.slot_bytes).sum();
-    let smallest_bytes = fixed + floor + needs.min_pages * needs.page_bytes;
-    let spare = budget_bytes.checked_sub(smallest_bytes).ok_or(TooSmall { smallest_bytes })?;
-    let affordable = |bytes: u64, most: u64| if needs.page_bytes == 0 { most } else { most.min(bytes / needs.page_bytes) };
-    let pages = needs.min_pages + affordable(spare, needs.wanted_pages.saturating_sub(needs.min_pages));
-    let for_slots = budget_bytes - fixed - pages * needs.page_bytes;
-    let slots = slots_per_layer(&needs.layers, for_slots)?;
-    let bytes_of = |count: &dyn Fn(usize) -> usize| -> u64 {
-        needs.layers.iter().enumerate().map(|(l, layer)| count(l) as u64 * layer.slot_bytes).sum()
-    };
-    let slot_bytes = bytes_of(&|l| slots[l]);
-    let offloaded_bytes = bytes_of(&|l| needs.layers[l].experts) - slot_bytes;
-    let pages = match offloaded_bytes {
-        0 => pages + affordable(for_slots - slot_bytes, needs.max_pages.saturating_sub(pages)),
-        _ => pages,
-    };
-    let cache_bytes = pages * needs.page_bytes;
-    Ok(VramPlan {
-        weights: needs.weights.iter().map(|(c, bytes)| (c.name(), *bytes)).collect(),
-        experts: needs.layers.iter().map(|l| l.experts).sum(),
-        coverage: expected_coverage(&needs.layers, &slots),
-        profiled: needs.layers.iter().any(Layer::is_profiled),
-        slots,
-        slot_bytes,
-        offloaded_bytes,
-        host_bytes: offloaded_bytes.min(host_bytes),
-        pages,
-        cache_bytes,
-        cache_tok: pages * needs.page_tok,
-        workspace_bytes: needs.workspace_bytes,
-        driver_bytes: needs.driver_bytes,
-        total_bytes: fixed + slot_bytes + cache_bytes,
-        budget_bytes,
-        resident_bytes: needs.resident_bytes(),
-    })
+    let all: Vec<usize> = needs.layers.iter().map(|l| l.experts).collect();
+    let whole = needs.fixed_bytes() + needs.slot_bytes(&all) + needs.min_pages * needs.page_bytes;
+    let floor: Vec<usize> = needs.layers.iter().map(Layer::floor).collect();
+    let least = needs.fixed_bytes() + needs.slot_bytes(&floor) + needs.ring_bytes + needs.min_pages * needs.page_bytes;
+    let smallest_bytes = whole.min(least);
+    if budget_bytes < smallest_bytes {
+        return Err(TooSmall { smallest_bytes });
+    }
+    if budget_bytes >= needs.resident_bytes() || budget_bytes < least {
+        return Ok(needs.with(all, budget_bytes, host_bytes));
+    }
+    let spare = needs.affordable(budget_bytes - least, needs.wanted_pages.saturating_sub(needs.min_pages));
+    let pages = needs.min_pages + spare;
+    let for_slots = budget_bytes - needs.fixed_bytes() - needs.ring_bytes - pages * needs.page_bytes;
+    Ok(needs.with(slots_per_layer(&needs.layers, for_slots)?, budget_bytes, host_bytes))
+}
+
+/// The same with so many slots in each layer, whatever would fit: the fewest pages come with them.
+pub fn with_slots(needs: &Needs, slots: usize, budget_bytes: u64, host_bytes: u64) -> Result<VramPlan, TooSmall> {
+    let slots: Vec<usize> = needs.layers.iter().map(|l| slots.clamp(1, l.experts)).collect();
+    let smallest_bytes = needs.fixed_bytes() + needs.slot_bytes(&slots) + needs.ring_bytes + needs.min_pages * needs.page_bytes;
+    if budget_bytes < smallest_bytes {
+        return Err(TooSmall { smallest_bytes });
+    }
+    Ok(needs.with(slots, budget_bytes, host_bytes))
 }
 
 #[cfg(test)]
@@ -134,6 +168,7 @@ mod tests {
             min_pages: 4,
             wanted_pages: 10,
             max_pages: 50,
+            ring_bytes: 0,
             workspace_bytes: 60,
             driver_bytes: 50,
         }
@@ -171,6 +206,24 @@ mod tests {
         assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes, p.host_bytes), (14, &[4, 4][..], 0, 0));
         let p = at(1 << 40);
         assert_eq!((p.pages, p.cache_tok, p.total_bytes), (50, 800, 260 + 800 + 500));
+    }
+
+    /// Integers, exact: a slot for every expert needs no ring, so that a budget may hold all of a small model and yet not a part of
+    /// it; and slots that are asked for come before pages.
+    #[test]
+    fn the_ring_comes_with_the_first_expert_without_a_slot() {
+        let needs = Needs { ring_bytes: 90, ..needs() };
+        let p = plan(&needs, 1159, 1 << 40).unwrap();
+        assert_eq!(
+            (p.ring_bytes, &p.slots[..], p.needed_host_bytes, p.total_bytes),
+            (90, &[4, 3][..], 800, 260 + 700 + 90 + 100)
+        );
+        let large = Needs { ring_bytes: 450, ..needs.clone() };
+        assert_eq!(plan(&large, 1099, 0), Err(TooSmall { smallest_bytes: 260 + 800 + 40 }));
+        assert_eq!(plan(&large, 1100, 0).unwrap().ring_bytes, 0);
+        let asked = with_slots(&needs, 3, 1010, 1 << 40).unwrap();
+        assert_eq!((asked.pages, &asked.slots[..]), (6, &[3, 3][..]));
+        assert_eq!(with_slots(&needs, 3, 989, 0), Err(TooSmall { smallest_bytes: 990 }));
     }
 
     proptest! {

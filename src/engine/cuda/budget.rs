@@ -3,6 +3,7 @@
 use super::load::Layout;
 use super::pages::PAGE_TOKENS;
 use super::plain::Kind;
+use super::slots::ring_bytes;
 use super::{Options, PLANNED_TOK, Workspace};
 use crate::artifact::weights::Weights;
 use crate::ids::TensorId;
@@ -37,9 +38,11 @@ pub(super) fn needs(spec: &ModelSpec, plan: &Plan, layout: &Layout, options: &Op
     let context = spec.max_positions.div_ceil(PAGE_TOKENS) as u64;
     let min_pages = context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64);
     let max_pages = (64 * context).clamp(1 << 10, 1 << 14);
+    let layers = layout.expert_layers(spec, &options.visits);
     Needs {
         weights: layout.by_component.clone(),
-        layers: layout.expert_layers(spec, &options.visits),
+        ring_bytes: ring_bytes(&layers),
+        layers,
         page_bytes: (PAGE_TOKENS * row * element) as u64,
         page_tok: PAGE_TOKENS as u64,
         min_pages,

@@ -54,6 +54,16 @@ pub enum CudaError {
         /// What there was.
         budget_bytes: u64,
     },
+    /// Experts that do not fit into page-locked memory.
+    #[error("{} of page-locked host memory are needed for the experts, {} could be had: {error}", gigabytes(*needed_bytes), gigabytes(*had_bytes))]
+    PageLocked {
+        /// For all experts.
+        needed_bytes: u64,
+        /// What was granted or allowed.
+        had_bytes: u64,
+        /// The driver's word.
+        error: String,
+    },
     /// A call of the driver failed.
     #[error("CUDA failed to {what}: {error}")]
     Driver {
@@ -90,6 +100,10 @@ impl CudaError {
             CudaError::Budget { smallest_bytes, .. } => {
                 Some(format!("give --vram-budget {smallest_bytes}, quantize further (--profile compact), or use --device cpu"))
             }
+            CudaError::PageLocked { .. } => Some(
+                "free host memory, raise the limit of locked memory (`ulimit -l`, a container's memory) or --host-budget, or quantize further"
+                    .into(),
+            ),
             CudaError::TooOld { .. } | CudaError::Unsupported(_) => Some("use --device cpu".into()),
             CudaError::Compile { .. } | CudaError::Driver { .. } | CudaError::Launch { .. } => None,
         }

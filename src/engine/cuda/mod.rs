@@ -17,6 +17,9 @@ mod memory;
 pub mod module;
 mod pages;
 mod plain;
+pub mod routing;
+pub mod slots;
+mod transfer;
 
 pub use device::{CudaError, Device, Properties};
 pub use load::LoadError;
@@ -30,18 +33,21 @@ use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::rope;
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
-use crate::tiers::{self, VramPlan};
+use crate::tiers::{self, Policy, VramPlan};
 use blocks::Ran;
 use fast::Fast;
 use fuse::Group;
 use graph::Decode;
 use launch::DECODE_TOK;
-use load::{Layout, Store};
+use load::{Layout, Residency, Store};
 use memory::{Buffer, aligned};
 use module::{Module, PROGRAMS};
 use pages::PageTable;
 use plain::Plain;
+use routing::Routing;
+use slots::Tiers;
 use std::cell::OnceCell;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -63,10 +69,16 @@ pub struct Options {
     pub index: usize,
     /// Most bytes of its memory to use, the driver's own included; `None`: all that is free.
     pub budget_bytes: Option<u64>,
-    /// Most bytes of page-locked host memory for experts without a slot.
+    /// Most bytes of page-locked host memory for experts; all have a copy there where not all have a slot.
     pub host_bytes: u64,
     /// How often a profile saw each expert used, `[layers with routers][E]`; empty without one.
     pub visits: Vec<Vec<u64>>,
+    /// Slots of each layer with a router; `None`: as many as the budget allows.
+    pub expert_slots: Option<usize>,
+    /// Who stays in the slots; `None`: LRFU by the shape of each layer.
+    pub policy: Option<Policy>,
+    /// Bytes a second of a slower link to imitate while decoding.
+    pub link_limit: Option<f64>,
     /// Tokens that the caches of all sequences together shall hold, if need be in place of experts.
     pub cache_tok: usize,
     /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
@@ -92,6 +104,9 @@ impl Default for Options {
             budget_bytes: None,
             host_bytes: u64::MAX,
             visits: Vec::new(),
+            expert_slots: None,
+            policy: None,
+            link_limit: None,
             cache_tok: CACHE_TOK,
             cache: Kind::Bf16,
             kernels: Kernels::Fast,
@@ -120,6 +135,8 @@ pub struct Engine {
     work: Workspace,
     batch: BatchBuffers,
     decode: Decode,
+    /// Choices that decode steps make instead of the routers', by layer: the script, its place, its steps and rows.
+    scripts: HashMap<u32, (Buffer, Buffer, usize, usize)>,
     /// The batch whose keys are not yet counted.
     pending: Option<Vec<(SeqId, usize)>>,
     /// Buffers copied to the host since the last step.
@@ -292,7 +309,7 @@ impl Engine {
             &start.vram,
             weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum(),
         );
-        let store = Store::load(&start.device, &weights, layout, loaded)?;
+        let store = Store::load(&start.device, &weights, layout, &start.residency, loaded)?;
         Ok(Self::assemble(start, Some(weights), spec, store, options)?)
     }
 
@@ -308,7 +325,7 @@ impl Engine {
         let layout = Layout::of_spec(spec, format);
         let start = Start::new(spec, &layout, &options)?;
         planned(&start.vram);
-        let store = Store::random(&start.device, &start.plain, spec, layout, seed)?;
+        let store = Store::random(&start.device, &start.plain, spec, layout, &start.residency, seed)?;
         Self::assemble(start, None, spec.clone(), store, options)
     }
 
@@ -319,7 +336,7 @@ impl Engine {
         store: Store,
         options: Options,
     ) -> Result<Self, CudaError> {
-        let Start { device, plain, fast, plan, vram } = start;
+        let Start { device, plain, fast, plan, vram, residency: _ } = start;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
         let element = if options.cache == Kind::F32 { 4 } else { 2 };
@@ -360,6 +377,7 @@ impl Engine {
             work,
             batch,
             decode,
+            scripts: HashMap::new(),
             pending: None,
             host: Default::default(),
         })
@@ -388,6 +406,31 @@ impl Engine {
     /// Where the memory went.
     pub fn vram(&self) -> &VramPlan {
         &self.vram
+    }
+
+    /// Where experts are that do not fit on the device; `None` if all do.
+    pub fn tiers(&self) -> Option<&Tiers> {
+        self.store.tiers()
+    }
+
+    /// Makes decode steps of up to `rows` sequences choose experts in this way for `steps` steps, then again from the start;
+    /// `None`: the routers choose.
+    pub fn set_routing(&mut self, routing: Option<&Routing>, rows: usize, steps: usize) -> Result<(), CudaError> {
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        self.scripts.clear();
+        let Some(routing) = routing else { return Ok(()) };
+        let moe = self.spec.layers.iter().enumerate().filter_map(|(l, layer)| match &layer.ffn {
+            Ffn::Moe(m) => Some((l as u32, m.router)),
+            Ffn::Dense { .. } => None,
+        });
+        let moe: Vec<_> = moe.collect();
+        for (index, (layer, router)) in moe.iter().enumerate() {
+            let script = routing::script(routing, (index, moe.len()), router.experts, router.top_k, rows, steps);
+            let script = (Buffer::from_slice(&self.device, &script)?, Buffer::from_slice(&self.device, &[0u32])?, steps, rows);
+            self.scripts.insert(*layer, script);
+        }
+        Ok(())
     }
 
     /// Bytes that one tensor takes on the device.
@@ -663,6 +706,7 @@ struct Start {
     fast: Fast,
     plan: Plan,
     vram: VramPlan,
+    residency: Residency,
 }
 
 impl Start {
@@ -673,15 +717,25 @@ impl Start {
         let needs = budget::needs(spec, &plan, layout, options);
         let free = device.memory()?.0;
         let budget_bytes = options.budget_bytes.unwrap_or(free).min(free);
-        let vram = tiers::plan::plan(&needs, budget_bytes, options.host_bytes)
-            .map_err(|e| CudaError::Budget { smallest_bytes: e.smallest_bytes, budget_bytes })?;
-        if vram.offloaded_bytes > 0 {
-            return Err(CudaError::Budget { smallest_bytes: vram.resident_bytes, budget_bytes });
+        let small = |e: tiers::TooSmall| CudaError::Budget { smallest_bytes: e.smallest_bytes, budget_bytes };
+        let mut vram = tiers::plan::plan(&needs, budget_bytes, options.host_bytes).map_err(small)?;
+        if let Some(slots) = options.expert_slots {
+            vram = tiers::plan::with_slots(&needs, slots, budget_bytes, options.host_bytes).map_err(small)?;
         }
+        if vram.host_bytes < vram.needed_host_bytes {
+            let (needed_bytes, had_bytes) = (vram.needed_host_bytes, vram.host_bytes);
+            return Err(CudaError::PageLocked { needed_bytes, had_bytes, error: "no more is allowed".into() });
+        }
+        let residency = Residency {
+            layers: needs.layers,
+            slots: (options.expert_slots.is_some() || vram.offloaded_bytes > 0).then(|| vram.slots.clone()),
+            policy: options.policy,
+            link_limit: options.link_limit,
+        };
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;
         let fast = Fast::load(&device, &layout.forms())?;
-        Ok(Self { device, plain, fast, plan, vram })
+        Ok(Self { device, plain, fast, plan, vram, residency })
     }
 }
 

@@ -49,6 +49,7 @@ pub const PROGRAMS: &[Source] = &[
     source!("moe.cu"),
     source!("attention.cu"),
     source!("rows.cu"),
+    source!("tiers.cu"),
 ];
 /// Files they include.
 pub const HEADERS: &[Source] = &[
