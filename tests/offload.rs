@@ -115,7 +115,7 @@ fn same_with_any_slots(open: &dyn Fn(Options) -> Engine, slots: &[usize], kernel
     assert!(!expected.tokens.is_empty());
     for &n in slots {
         let (found, engine) = run(open(Options { expert_slots: Some(n), ..options.clone() }));
-        let traffic = engine.tiers().unwrap().traffic().unwrap();
+        let traffic = engine.tiers().unwrap().take_traffic().unwrap();
         println!("{n} slots, {kernels:?}: hits {:.3}, {traffic:?}", traffic.hit_rate());
         assert!(found == expected, "{n} slots, {kernels:?}");
     }
@@ -182,7 +182,7 @@ fn follows_the_rule(spec: &ModelSpec, policy: Policy) {
             assert_eq!(residents, twin.owner(), "{policy:?}, step {step}, layer {l}");
         }
     }
-    let traffic = engine.tiers().unwrap().traffic().unwrap();
+    let traffic = engine.tiers().unwrap().take_traffic().unwrap();
     assert_eq!(moved as u64, traffic.fetched + traffic.direct);
     assert!(moved > 100, "{policy:?}: {moved}");
 }
@@ -202,9 +202,9 @@ fn routing_made_beforehand_is_followed() {
     let mut batch = Batch::default();
     batch.push(SeqId(0), 0, &[1, 2, 3], Rows::Last, 512);
     engine.pass(&batch).unwrap();
-    engine.tiers().unwrap().reset_traffic().unwrap();
+    engine.tiers().unwrap().take_traffic().unwrap();
     engine.greedy(&[SeqId(0)], &[4], 200, 512, &mut |_| ControlFlow::Continue(())).unwrap();
-    let traffic = engine.tiers().unwrap().traffic().unwrap();
+    let traffic = engine.tiers().unwrap().take_traffic().unwrap();
     assert_eq!((traffic.steps, traffic.chosen), (600, 4800));
     let hits = traffic.hit_rate();
     assert!(hits > 0.5 - 0.03 && hits < 0.5 + 0.5 * 8.0 / 56.0 + 0.03, "{hits}");
@@ -222,7 +222,7 @@ fn a_limited_link_is_no_faster() {
     let spec = many(64, 8);
     let limit = 1e9;
     let (_, engine) = run(random(&spec, Options { expert_slots: Some(8), link_limit: Some(limit), ..Options::default() }));
-    let traffic = engine.tiers().unwrap().traffic().unwrap();
+    let traffic = engine.tiers().unwrap().take_traffic().unwrap();
     assert!(traffic.bytes > 0 && traffic.stall_ns as f64 >= 0.99 * traffic.bytes as f64 / limit * 1e9, "{traffic:?}");
 }
 

@@ -210,9 +210,7 @@ fn one(engine: &mut Engine, args: &BenchArgs, batch: usize) -> Result<Run> {
         ttft_ms.push(start.elapsed().as_secs_f64() * 1e3);
     }
     let prefill_s = start.elapsed().as_secs_f64();
-    if let Engine::Cuda(e) = engine {
-        e.tiers().map(|t| t.reset_traffic()).transpose()?;
-    }
+    engine.take_traffic()?;
     let mut steps_ms = Vec::with_capacity(args.generate);
     let mut before = Instant::now();
     engine.greedy(&seqs, &last, args.generate - 1, context, &mut |_| {
@@ -221,11 +219,7 @@ fn one(engine: &mut Engine, args: &BenchArgs, batch: usize) -> Result<Run> {
         before = now;
         ControlFlow::Continue(())
     })?;
-    let traffic = match engine {
-        Engine::Cuda(e) => e.tiers().map(|t| t.traffic()).transpose()?,
-        Engine::Cpu(_) => None,
-    };
-    Ok(Run { ttft_ms, prefill_s, steps_ms, traffic })
+    Ok(Run { ttft_ms, prefill_s, steps_ms, traffic: engine.take_traffic()? })
 }
 
 /// Repeatable tokens, different for each sequence.
@@ -292,25 +286,18 @@ fn row(engine: &mut Engine, args: &BenchArgs, batch: usize, runs: &[Run], rates:
 
 /// What went over the link in all runs together; `step_bytes` is what a step reads in all.
 fn fetching(runs: &[Run], step_bytes: f64, link_bytes_s: f64, read_bytes_s: f64, batch: usize) -> Option<Fetching> {
-    let all: Vec<Traffic> = runs.iter().filter_map(|r| r.traffic).collect();
-    if all.is_empty() {
-        return None;
-    }
-    let sum = |of: fn(&Traffic) -> u64| all.iter().map(of).sum::<u64>() as f64;
+    let total = runs.iter().filter_map(|r| r.traffic).reduce(|a, b| a + b)?;
     let steps: f64 = runs.iter().map(|r| r.steps_ms.len() as f64).sum();
     let step_ms = runs.iter().flat_map(|r| &r.steps_ms).sum::<f64>() / steps;
-    let (chosen, missing) = (sum(|t| t.chosen), sum(|t| t.fetched) + sum(|t| t.direct));
-    let link_bytes_per_step = sum(|t| t.bytes) / steps;
-    let stall_s = sum(|t| t.stall_ns) / 1e9;
+    let link_bytes_per_step = total.bytes as f64 / steps;
     let bound_ms = 1e3 * (step_bytes / read_bytes_s).max(link_bytes_per_step / link_bytes_s);
-    let link = if stall_s > 0.0 { sum(|t| t.bytes) / stall_s } else { 0.0 };
     Some(Fetching {
-        hit_rate: 1.0 - missing / chosen.max(1.0),
-        direct_rate: sum(|t| t.direct) / chosen.max(1.0),
+        hit_rate: total.hit_rate(),
+        direct_rate: total.direct as f64 / total.chosen.max(1) as f64,
         link_bytes_per_tok: link_bytes_per_step / batch as f64,
-        link_bytes_s: link,
-        share_of_link: link / link_bytes_s,
-        stall_ms: 1e3 * stall_s / steps,
+        link_bytes_s: total.link_bytes_s(),
+        share_of_link: total.link_bytes_s() / link_bytes_s,
+        stall_ms: total.stall_ns as f64 / 1e6 / steps,
         bound_ms,
         share_of_bound: bound_ms / step_ms,
     })

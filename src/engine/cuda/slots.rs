@@ -20,8 +20,9 @@ use std::sync::Arc;
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of half a ring; a few milliseconds of a link.
 const HALF_RING_BYTES: usize = 128 << 20;
-/// Counters of the kernel.
+/// Counters of the kernel, and where they are among its cells: behind arrivals and the start of a launch.
 const NUM_STATS: usize = 6;
+const STATS_AT: usize = 16;
 
 /// The decay that the kernel takes, 0 for none, and what a visit adds to a score.
 fn decay_and_rise(policy: Policy) -> (u32, u32) {
@@ -41,7 +42,7 @@ pub struct ExpertRuns {
     pub run_bytes: usize,
 }
 
-/// What went over the link, summed over all layers since it was last reset.
+/// What went over the link in steps, summed over all layers; waves of prompts are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Traffic {
     /// Experts that steps used, each once a layer and step.
@@ -62,6 +63,26 @@ impl Traffic {
     /// Share of the experts used that were in a slot.
     pub fn hit_rate(&self) -> f64 {
         1.0 - (self.fetched + self.direct) as f64 / self.chosen.max(1) as f64
+    }
+
+    /// Bytes a second while fetching.
+    pub fn link_bytes_s(&self) -> f64 {
+        1e9 * self.bytes as f64 / self.stall_ns.max(1) as f64
+    }
+}
+
+impl std::ops::Add for Traffic {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            chosen: self.chosen + other.chosen,
+            fetched: self.fetched + other.fetched,
+            direct: self.direct + other.direct,
+            bytes: self.bytes + other.bytes,
+            stall_ns: self.stall_ns + other.stall_ns,
+            steps: self.steps + other.steps,
+        }
     }
 }
 
@@ -116,7 +137,7 @@ impl Tiers {
         }
         let runs = layers.values().flat_map(|r| std::iter::repeat_n(r.run_bytes, r.num)).collect();
         let host = HostRuns::new(device, runs)?;
-        let cells = Buffer::new(device, 16 + 8 * NUM_STATS)?;
+        let cells = Buffer::new(device, STATS_AT + 8 * NUM_STATS)?;
         cells.clear()?;
         let (mut slots_at, mut first_run, mut owners) = (0, 0, Vec::new());
         let mut states = HashMap::new();
@@ -214,7 +235,7 @@ impl Tiers {
             matrices,
             counter: self.cells.at(0),
             clock: self.cells.at(8),
-            stats: self.cells.at(16),
+            stats: self.cells.at(STATS_AT),
             slots: self.slots.at(state.slots_at),
             num_pairs: num_pairs as i32,
             e: state.runs.num as i32,
@@ -305,17 +326,13 @@ impl Tiers {
         Ok(owners)
     }
 
-    /// What has gone over the link since the last reset, once the kernels are done.
-    pub fn traffic(&self) -> Result<Traffic, CudaError> {
+    /// What has gone over the link since this was last asked, once the kernels are done.
+    pub fn take_traffic(&self) -> Result<Traffic, CudaError> {
         let mut n = [0u64; NUM_STATS];
-        self.device.download(&mut n, &self.cells, 16)?;
+        self.device.download(&mut n, &self.cells, STATS_AT)?;
+        self.device.upload(&self.cells, STATS_AT, &[0u64; NUM_STATS])?;
         let [chosen, fetched, direct, bytes, stall_ns, steps] = n;
         Ok(Traffic { chosen, fetched, direct, bytes, stall_ns, steps })
-    }
-
-    /// Begins to count anew.
-    pub fn reset_traffic(&self) -> Result<(), CudaError> {
-        self.device.upload(&self.cells, 16, &[0u64; NUM_STATS])
     }
 }
 
