@@ -359,7 +359,12 @@ fn report(
     out.line(&title);
     if let Some(r) = rates {
         let gb = |x: f64| format!("{:.0} GB/s", x / 1e9);
-        out.line(format!("measured: read {}, host to device {}", gb(r.read_bytes_s), gb(r.host_to_device_bytes_s)));
+        out.line(format!(
+            "measured: read {}, host to device {}, read by kernels {}",
+            gb(r.read_bytes_s),
+            gb(r.host_to_device_bytes_s),
+            gb(r.host_read_bytes_s)
+        ));
     }
     out.line(table(&header, &cells));
     let fetching = rows.iter().filter_map(|r| Some((r.batch, r.experts?)));
