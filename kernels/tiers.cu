@@ -7,11 +7,10 @@
 // products themselves.
 //
 // table [E][6] and matrices [E][3] hold addresses of either place and follow every move; list is the router's (common/routing.cuh).
-// needs  E <= 1024, 1 <= S <= E, run_bytes % 16 == 0; counter and clock zero before the first launch
+// needs  E <= 1024, 1 <= S <= E, run_bytes % 16 == 0; counter zero before the first launch
 //
-// Every block decides for itself from the same state and copies its share; the last to finish writes the state. Launch: any grid,
-// 256 threads. Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
-#include "common/reduce.cuh"
+// Every block decides for itself from the same state and copies its share; the first writes the state once all have read it. The
+// state is read before the wait: it is of the last step, many launches ago. Launch: any grid, 256 threads. Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
 
 struct FetchArgs {
@@ -24,8 +23,7 @@ struct FetchArgs {
   const u64* host;      // [E] addresses of the runs
   u64* table;           // [E][6]
   u64* matrices;        // [E][3] of five words, of which two are addresses
-  int* counter;
-  u64* clock;           // start of this launch
+  int* counter;         // blocks that have read the state
   u64* stats;           // [6]
   u64 slots;            // address of the first slot
   int num_pairs, E, S;
@@ -49,6 +47,12 @@ DEV void wait_until(u64 time) {
   while (global_time() < time) {
   }
 }
+DEV void arrive(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
+DEV int load_acquire(const int* p) {
+  int r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
 DEV void store_v4(void* p, const uint4& v) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DEV bool has(const u32* bits, int i) { return bits[i >> 5] >> (i & 31) & 1; }
 DEV int count_of(const u32* bits, int words) {
@@ -59,10 +63,6 @@ DEV int count_of(const u32* bits, int words) {
 }
 // bits set before bit i
 DEV int rank_of(const u32* bits, int i) { return count_of(bits, i >> 5) + __popc(bits[i >> 5] & ((1u << (i & 31)) - 1)); }
-DEV u32 grown(const FetchArgs& a, const u32* chosen_sh, int e) {
-  const u32 score = (u32)a.score[e];
-  return score - (a.shift ? (score + (1u << a.shift) - 1) >> a.shift : 0) + (has(chosen_sh, e) ? a.rise : 0);
-}
 DEV void move_address(u64* address, u64 from, u64 to) {
   if (*address) *address += to - from;
 }
@@ -79,18 +79,22 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
   __shared__ u32 chosen_sh[WORDS], missing_sh[WORDS];
   __shared__ u64 worth_sh[MOST], slot_worth_sh[MOST];     // of experts, of the residents of slots: score, then last visit
   __shared__ u16 owner_sh[MOST], expert_sh[MOST], slot_sh[MOST];
-  __shared__ int last_sh;
-  __shared__ u64 start_sh;
   const int words = div_up(a.E, 32);
-  dependency_wait();
-  dependents_launch();
-  if (threadIdx.x == 0) {
-    const u64 now = global_time(), first = atomicCAS(a.clock, 0ull, now);
-    start_sh = first ? first : now;
+  const u32 now = *a.now + 1;
+#pragma unroll 1
+  for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+    const u32 score = (u32)a.score[e];
+    worth_sh[e] = (u64)(score - (a.shift ? (score + (1u << a.shift) - 1) >> a.shift : 0)) << 32 | (u32)a.visited[e];
   }
+#pragma unroll 1
+  for (int s = threadIdx.x; s < a.S; s += blockDim.x) owner_sh[s] = (u16)a.owner[s];
 #pragma unroll 1
   for (int w = threadIdx.x; w < words; w += blockDim.x) chosen_sh[w] = 0;
   __syncthreads();
+  if (blockIdx.x != 0 && threadIdx.x == 0) arrive(a.counter);
+  dependency_wait();
+  dependents_launch();
+  const u64 start = global_time();
 #pragma unroll 1
   for (int p = threadIdx.x; p < a.num_pairs; p += blockDim.x) {
     const int e = a.ids[p];
@@ -99,16 +103,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
   __syncthreads();
 #pragma unroll 1
   for (int w = threadIdx.x; w < words; w += blockDim.x) missing_sh[w] = chosen_sh[w];
-  const u32 now = *a.now + 1;
 #pragma unroll 1
-  for (int e = threadIdx.x; e < a.E; e += blockDim.x) worth_sh[e] = (u64)grown(a, chosen_sh, e) << 32 | (has(chosen_sh, e) ? now : (u32)a.visited[e]);
+  for (int e = threadIdx.x; e < a.E; e += blockDim.x)
+    if (has(chosen_sh, e)) worth_sh[e] = ((worth_sh[e] >> 32) + (u32)a.rise) << 32 | now;
   __syncthreads();
 #pragma unroll 1
   for (int s = threadIdx.x; s < a.S; s += blockDim.x) {
-    const int e = a.owner[s];
+    const int e = owner_sh[s];
     const bool held = has(chosen_sh, e);
     if (held) atomicAnd(missing_sh + (e >> 5), ~(1u << (e & 31)));
-    owner_sh[s] = (u16)e, slot_worth_sh[s] = held ? HELD : worth_sh[e];
+    slot_worth_sh[s] = held ? HELD : worth_sh[e];
   }
   __syncthreads();
   const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), moves = min_int(missing, a.S - (chosen - missing));
@@ -152,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
     const int m = item / pieces, first = (item - m * pieces) * piece + threadIdx.x * 16;
     const char* from = (const char*)a.host[expert_sh[m]] + first;
     char* to = (char*)a.slots + (u64)slot_sh[m] * a.run_bytes + first;
-    if (a.ns_per_byte > 0.f) wait_until(start_sh + (u64)((float)item * piece * a.ns_per_byte));
+    if (a.ns_per_byte > 0.f) wait_until(start + (u64)((float)item * piece * a.ns_per_byte));
     uint4 v[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
@@ -162,15 +166,21 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
       if (first + i * line < a.run_bytes) store_v4(to + i * line, v[i]);
   }
 
-  if (!arrives_last(a.counter, gridDim.x, &last_sh)) return;
+  if (blockIdx.x != 0) return;
+  if (threadIdx.x == 0) {
+    while (load_acquire(a.counter) != (int)gridDim.x - 1) {
+    }
+    *a.counter = 0;
+  }
+  __syncthreads();
 #pragma unroll 1
   for (int m = threadIdx.x; m < moves; m += blockDim.x) a.owner[slot_sh[m]] = expert_sh[m];
 #pragma unroll 1
   for (int e = threadIdx.x; e < a.E; e += blockDim.x) a.score[e] = (int)(worth_sh[e] >> 32), a.visited[e] = (int)worth_sh[e];
   if (threadIdx.x == 0) {
-    const u64 bytes = (u64)missing * a.run_bytes, start = start_sh;
+    const u64 bytes = (u64)missing * a.run_bytes;
     if (a.ns_per_byte > 0.f) wait_until(start + (u64)((double)bytes * a.ns_per_byte));
-    *a.now = (int)now, *a.clock = 0;
+    *a.now = (int)now;
     a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves;
     a.stats[BYTES] += bytes, a.stats[BUSY_NS] += global_time() - start, a.stats[LAUNCHES] += 1;
   }

@@ -230,7 +230,6 @@ structs! {
         table: u64,
         matrices: u64,
         counter: u64,
-        clock: u64,
         stats: u64,
         slots: u64,
         num_pairs: i32,

@@ -20,9 +20,9 @@ use std::sync::Arc;
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of half a ring; a few milliseconds of a link.
 const HALF_RING_BYTES: usize = 128 << 20;
-/// Counters of the kernel, and where they are among its cells: behind arrivals and the start of a launch.
+/// Counters of the kernel, and where they are among its cells: behind the arrivals.
 const NUM_STATS: usize = 6;
-const STATS_AT: usize = 16;
+const STATS_AT: usize = 8;
 
 /// The decay that the kernel takes, 0 for none, and what a visit adds to a score.
 fn decay_and_rise(policy: Policy) -> (u32, u32) {
@@ -111,7 +111,7 @@ pub struct Tiers {
     /// Expert of every slot, layer by layer.
     owners: Buffer,
     layers: HashMap<u32, LayerSlots>,
-    /// Arrivals, then the start of a launch, then the counters.
+    /// Arrivals, then the counters.
     cells: Buffer,
     ring: Ring,
     /// A wave's part of the list of experts, and its length.
@@ -234,7 +234,6 @@ impl Tiers {
             table,
             matrices,
             counter: self.cells.at(0),
-            clock: self.cells.at(8),
             stats: self.cells.at(STATS_AT),
             slots: self.slots.at(state.slots_at),
             num_pairs: num_pairs as i32,
