@@ -39,11 +39,15 @@ fn tiny(options: Options) -> Engine {
 
 /// Many experts in int4, in the shape of a small Qwen3.
 fn many(experts: usize, top_k: usize) -> ModelSpec {
+    shape(experts, top_k, 512, 256)
+}
+
+fn shape(experts: usize, top_k: usize, width: usize, inner: usize) -> ModelSpec {
     let config = serde_json::json!({
-        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": width, "num_hidden_layers": 3, "num_attention_heads": 8,
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "vocab_size": 1009, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": false, "rope_theta": 10000.0, "num_experts": experts, "num_experts_per_tok": top_k,
-        "moe_intermediate_size": 256, "intermediate_size": 512, "norm_topk_prob": true,
+        "moe_intermediate_size": inner, "intermediate_size": 512, "norm_topk_prob": true,
     });
     family::read(&config).unwrap().1
 }
@@ -145,6 +149,16 @@ fn many_experts_are_the_same_with_any_slots() {
         same_with_any_slots(&|o| random(&spec, o), &[1, 8, 32, 63, 64], Kernels::Fast);
         let spec = many(512, 10);
         same_with_any_slots(&|o| random(&spec, o), &[10, 160], Kernels::Fast);
+    }
+}
+
+/// A layer of 207 MB passes through half a ring of 134 MB in two waves.
+#[test]
+fn prompts_are_the_same_in_several_waves() {
+    if has_gpu() {
+        let _one = DEVICE.lock().unwrap();
+        let spec = shape(128, 8, 1024, 1024);
+        same_with_any_slots(&|o| random(&spec, o), &[8, 40], Kernels::Fast);
     }
 }
 

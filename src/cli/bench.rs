@@ -38,7 +38,7 @@ pub struct BenchArgs {
     /// Which experts stay there: static, lru, lfu, lrfu, or lrfu:SHIFT (default: lrfu).
     #[arg(long, value_name = "NAME")]
     pub policy: Option<String>,
-    /// Fetch experts no faster than this, e.g. 25GB/s, to see what a slower link does.
+    /// Fetch experts no faster than this while decoding, e.g. 25GB/s, to see what a slower link does.
     #[arg(long, value_name = "RATE")]
     pub link_limit: Option<String>,
     /// Choose experts by a rule instead of the model's routers: uniform, local:P (an expert of the previous token with

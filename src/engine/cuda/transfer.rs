@@ -20,7 +20,6 @@ const COPY_BYTES: usize = 1 << 20;
 
 /// Consecutive runs of bytes in chunks, none of which is divided.
 pub(super) struct HostRuns {
-    /// First run of each chunk, and where every run of it lies.
     chunks: Vec<Mapped>,
     /// Chunk and offset of each run.
     places: Vec<(u32, usize)>,
@@ -30,32 +29,10 @@ pub(super) struct HostRuns {
 impl HostRuns {
     /// Makes room for runs of so many bytes, in chunks that halve whenever one is refused.
     pub fn new(device: &Arc<Device>, runs: Vec<usize>) -> Result<Self, CudaError> {
-        let largest = runs.iter().copied().max().unwrap_or(0);
-        let least = LEAST_CHUNK_BYTES.max(largest);
-        let needed: usize = runs.iter().sum();
-        let (mut chunks, mut places) = (Vec::new(), Vec::with_capacity(runs.len()));
-        let mut most = CHUNK_BYTES.max(largest);
-        let mut had = 0;
-        while places.len() < runs.len() {
-            let taken = fill(&runs[places.len()..], most);
-            let bytes: usize = runs[places.len()..places.len() + taken].iter().sum();
-            match Mapped::new(device, bytes) {
-                Ok(chunk) => {
-                    let mut at = 0;
-                    for run in &runs[places.len()..places.len() + taken] {
-                        places.push((chunks.len() as u32, at));
-                        at += run;
-                    }
-                    had += bytes;
-                    chunks.push(chunk);
-                }
-                Err(_) if most > least => most = (most / 2).max(least),
-                Err(error) => {
-                    let (needed_bytes, had_bytes) = (needed as u64, had as u64);
-                    return Err(CudaError::PageLocked { needed_bytes, had_bytes, error: error.to_string() });
-                }
-            }
-        }
+        let (chunks, places) = in_chunks(&runs, &mut |bytes| Mapped::new(device, bytes)).map_err(|(had, error)| {
+            let needed_bytes = runs.iter().sum::<usize>() as u64;
+            CudaError::PageLocked { needed_bytes, had_bytes: had as u64, error: error.to_string() }
+        })?;
         Ok(Self { chunks, places, runs })
     }
 
@@ -80,14 +57,36 @@ impl HostRuns {
     }
 }
 
-/// How many of the first runs fit into so many bytes; at least one.
-fn fill(runs: &[usize], most: usize) -> usize {
-    let mut bytes = 0;
-    let fit = runs.iter().take_while(|&&r| {
-        bytes += r;
-        bytes <= most
-    });
-    fit.count().max(1)
+type InChunks<C> = (Vec<C>, Vec<(u32, usize)>);
+
+/// Chunks that hold runs of so many bytes whole, and chunk and offset of each run. What is refused is asked for in halves; where
+/// the smallest is refused too, how many bytes were had, and why no more.
+fn in_chunks<C, E>(runs: &[usize], allocate: &mut dyn FnMut(usize) -> Result<C, E>) -> Result<InChunks<C>, (usize, E)> {
+    let largest = runs.iter().copied().max().unwrap_or(0);
+    let least = LEAST_CHUNK_BYTES.max(largest);
+    let (mut most, mut had) = (CHUNK_BYTES.max(largest), 0);
+    let (mut chunks, mut places) = (Vec::new(), Vec::with_capacity(runs.len()));
+    while places.len() < runs.len() {
+        let mut ends = Vec::new();
+        let mut bytes = 0;
+        for run in &runs[places.len()..] {
+            if bytes > 0 && bytes + run > most {
+                break;
+            }
+            ends.push(bytes);
+            bytes += run;
+        }
+        match allocate(bytes) {
+            Ok(chunk) => {
+                places.extend(ends.into_iter().map(|at| (chunks.len() as u32, at)));
+                chunks.push(chunk);
+                had += bytes;
+            }
+            Err(_) if most > least => most = (most / 2).max(least),
+            Err(error) => return Err((had, error)),
+        }
+    }
+    Ok((chunks, places))
 }
 
 /// Two halves of device memory: one is filled on the stream for transfers while kernels read the other.
@@ -145,12 +144,38 @@ impl Ring {
 mod tests {
     use super::*;
 
-    /// No run is divided, none is left out, and one that is larger than a chunk has its own.
+    /// Exact. Fails if a run is divided or left out, or if a chunk that was refused is given up rather than halved.
     #[test]
-    fn chunks_hold_whole_runs() {
-        assert_eq!(fill(&[4, 4, 4], 8), 2);
-        assert_eq!(fill(&[4, 4, 4], 7), 1);
-        assert_eq!(fill(&[9, 1], 8), 1);
-        assert_eq!(fill(&[1], 8), 1);
+    fn what_is_refused_comes_in_smaller_chunks() {
+        let runs = vec![100 << 20; 30];
+        let at_most = |limit: usize| {
+            let mut asked = Vec::new();
+            let chunks = in_chunks(&runs, &mut |bytes| {
+                if bytes <= limit {
+                    return Ok(bytes);
+                }
+                asked.push(bytes);
+                Err("no more")
+            });
+            (chunks, asked)
+        };
+        let (whole, asked) = at_most(usize::MAX);
+        assert_eq!((whole.unwrap().0, asked.len()), (vec![30 * (100 << 20)], 0));
+        let (halved, asked) = at_most(1 << 30);
+        let (chunks, places) = halved.unwrap();
+        assert_eq!((chunks, asked), (vec![10 * (100 << 20); 3], vec![30 * (100 << 20), 20 * (100 << 20)]));
+        assert_eq!((places[9], places[10], places[29]), ((0, 9 * (100 << 20)), (1, 0), (2, 9 * (100 << 20))));
+        assert_eq!(at_most(99 << 20).0, Err((0, "no more")));
+    }
+
+    /// Exact: a machine that gives 700 MB in all.
+    #[test]
+    fn a_refusal_says_how_much_was_had() {
+        let mut left = 700 << 20;
+        let refused = in_chunks(&[100 << 20; 30], &mut |bytes| {
+            left = if bytes <= left { left - bytes } else { return Err("no more") };
+            Ok(())
+        });
+        assert_eq!(refused, Err((700 << 20, "no more")));
     }
 }
