@@ -199,6 +199,11 @@ pub fn read(path: &Path) -> Result<Vec<u8>, FileError> {
     fs::read(path).map_err(failed("read", path))
 }
 
+/// Opens a file to read it piece by piece.
+pub fn open(path: &Path) -> Result<File, FileError> {
+    File::open(path).map_err(failed("open", path))
+}
+
 /// Bytes that an ordinary user may still write where `dir` is, or where it will be created; `None` if the system cannot say.
 pub fn available_bytes(dir: &Path) -> Option<u64> {
     let dir = std::path::absolute(dir).ok()?;

@@ -27,3 +27,4 @@ pub mod report;
 pub mod sample;
 pub mod tensor;
 pub mod text;
+pub mod tiers;

@@ -72,7 +72,10 @@ pub enum Place {
     /// On the processor.
     Processor,
     /// On the first GPU, in single precision throughout.
-    Gpu,
+    Gpu {
+        /// Most bytes of its memory for each model; `None`: all that is free.
+        budget_bytes: Option<u64>,
+    },
 }
 
 /// One model walking through its layers.
@@ -98,8 +101,9 @@ impl Walker {
         let width = weights.spec().width;
         let engine = match place {
             Place::Processor => Engine::cpu(Arc::clone(weights)),
-            Place::Gpu => {
-                let options = cuda::Options { cache: cuda::Kind::F32, kernels: cuda::Kernels::Plain, ..Default::default() };
+            Place::Gpu { budget_bytes } => {
+                let (cache, kernels) = (cuda::Kind::F32, cuda::Kernels::Plain);
+                let options = cuda::Options { budget_bytes, cache, kernels, ..Default::default() };
                 cuda::Engine::open(Arc::clone(weights), options, &mut |_, _| (), &mut |_| ())?.into()
             }
         };

@@ -12,7 +12,9 @@
 //! | S x 8 | task and tokens `T` of each sample |
 //! | S x T x L x K | expert ids, one byte each if `E <= 256`, else two; token by token, all layers of a token together |
 //!
-//! Knows numbers only; must not know models or files.
+//! Knows numbers only; must not know models or paths.
+
+use std::io::{self, Cursor, Read, Seek, SeekFrom};
 
 /// First bytes of a trace.
 pub const MAGIC: [u8; 8] = *b"MOETRACE";
@@ -89,9 +91,41 @@ impl Trace {
         out
     }
 
-    /// Reads the bytes of a file. Every length is checked against the bytes that are there before anything is allocated for it.
+    /// Reads the bytes of a file.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, TraceError> {
-        let mut rest = Reader(bytes);
+        let mut reader = TraceReader::new(Cursor::new(bytes))?;
+        let samples = (0..reader.samples().len()).map(|i| reader.sample(i)).collect::<Result<_, _>>()?;
+        Ok(Self { shape: reader.shape, layers: reader.layers, tasks: reader.tasks, samples })
+    }
+}
+
+/// A trace of which one sample at a time is in memory. Every length is checked against the bytes that are there before anything is
+/// allocated for it.
+pub struct TraceReader<R> {
+    /// Dimensions.
+    pub shape: Shape,
+    /// Index of each layer in the model, rising, `[L]`.
+    pub layers: Vec<u32>,
+    /// Names of the tasks.
+    pub tasks: Vec<String>,
+    samples: Vec<Head>,
+    rest: Source<R>,
+}
+
+/// Where a sample lies.
+#[derive(Clone, Copy, Debug)]
+pub struct Head {
+    /// Index of its task.
+    pub task: usize,
+    /// Its tokens.
+    pub num_tok: usize,
+    at: u64,
+}
+
+impl<R: Read + Seek> TraceReader<R> {
+    /// Reads all but the expert ids.
+    pub fn new(file: R) -> Result<Self, TraceError> {
+        let mut rest = Source::new(file)?;
         if rest.take(8, "magic")? != MAGIC {
             return Err(wrong("it does not begin with `MOETRACE`"));
         }
@@ -111,49 +145,87 @@ impl Trace {
         let mut tasks = Vec::new();
         for _ in 0..num_tasks {
             let len = rest.len("length of a task name")?;
-            let name = std::str::from_utf8(rest.take(len, "task name")?).map_err(|_| wrong("a task name is not UTF-8"))?;
-            tasks.push(name.to_string());
+            let name = String::from_utf8(rest.take(len, "task name")?).map_err(|_| wrong("a task name is not UTF-8"))?;
+            tasks.push(name);
         }
         let heads = rest.numbers(num_samples, 2, "sample headers")?;
-        let id_bytes = if shape.experts <= 256 { 1 } else { 2 };
+        let mut at = rest.at;
         let mut samples = Vec::new();
         for head in heads.chunks_exact(2) {
             let (task, num_tok) = (head[0] as usize, head[1] as usize);
             if task >= tasks.len() {
                 return Err(wrong(format!("a sample of task {task}, but there are {} tasks", tasks.len())));
             }
-            let len = [num_tok, shape.layers, shape.top_k, id_bytes].into_iter().try_fold(1usize, usize::checked_mul);
-            let raw = rest.take(len.ok_or_else(|| wrong("a sample is too long"))?, "expert ids")?;
-            let ids: Vec<u16> = match id_bytes {
-                1 => raw.iter().map(|&b| b as u16).collect(),
-                _ => raw.chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect(),
-            };
-            if let Some(id) = ids.iter().find(|&&id| id as usize >= shape.experts) {
-                return Err(wrong(format!("expert {id} of {}", shape.experts)));
-            }
-            samples.push(Sample { task, ids });
+            samples.push(Head { task, num_tok, at });
+            let len = [shape.layers, shape.top_k, id_bytes(shape)].into_iter().try_fold(num_tok, usize::checked_mul);
+            let end = len.and_then(|len| at.checked_add(len as u64)).filter(|end| *end <= rest.end);
+            at = end.ok_or_else(|| wrong(format!("a sample has {num_tok} tokens, but {} bytes are left", rest.end - at)))?;
         }
-        match rest.0.len() {
-            0 => Ok(Self { shape, layers, tasks, samples }),
+        match rest.end - at {
+            0 => Ok(Self { shape, layers, tasks, samples, rest }),
             n => Err(wrong(format!("{n} bytes follow the last sample"))),
         }
     }
+
+    /// What is known of each sample without reading it.
+    pub fn samples(&self) -> &[Head] {
+        &self.samples
+    }
+
+    /// Reads one sample.
+    pub fn sample(&mut self, index: usize) -> Result<Sample, TraceError> {
+        let (shape, Head { task, num_tok, at }) = (self.shape, self.samples[index]);
+        self.rest.seek(at)?;
+        let raw = self.rest.take(num_tok * shape.layers * shape.top_k * id_bytes(shape), "expert ids")?;
+        let ids: Vec<u16> = match id_bytes(shape) {
+            1 => raw.iter().map(|&b| b as u16).collect(),
+            _ => raw.chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect(),
+        };
+        match ids.iter().find(|&&id| id as usize >= shape.experts) {
+            Some(id) => Err(wrong(format!("expert {id} of {}", shape.experts))),
+            None => Ok(Sample { task, ids }),
+        }
+    }
+}
+
+fn id_bytes(shape: Shape) -> usize {
+    if shape.experts <= 256 { 1 } else { 2 }
 }
 
 fn wrong(what: impl Into<String>) -> TraceError {
     TraceError(what.into())
 }
 
-/// Bytes not read yet.
-struct Reader<'a>(&'a [u8]);
+fn unread(error: io::Error) -> TraceError {
+    wrong(format!("it cannot be read: {error}"))
+}
 
-impl<'a> Reader<'a> {
-    fn take(&mut self, n: usize, what: &str) -> Result<&'a [u8], TraceError> {
-        let Some((head, rest)) = self.0.split_at_checked(n) else {
-            return Err(wrong(format!("{what} should have {n} bytes, {} are left", self.0.len())));
-        };
-        self.0 = rest;
-        Ok(head)
+/// A file of known length, and how far it is read.
+struct Source<R> {
+    file: R,
+    at: u64,
+    end: u64,
+}
+
+impl<R: Read + Seek> Source<R> {
+    fn new(mut file: R) -> Result<Self, TraceError> {
+        let end = file.seek(SeekFrom::End(0)).and_then(|end| file.rewind().map(|()| end)).map_err(unread)?;
+        Ok(Self { file, at: 0, end })
+    }
+
+    fn seek(&mut self, at: u64) -> Result<(), TraceError> {
+        self.at = self.file.seek(SeekFrom::Start(at)).map_err(unread)?;
+        Ok(())
+    }
+
+    fn take(&mut self, n: usize, what: &str) -> Result<Vec<u8>, TraceError> {
+        if n as u64 > self.end - self.at {
+            return Err(wrong(format!("{what} should have {n} bytes, {} are left", self.end - self.at)));
+        }
+        let mut bytes = vec![0; n];
+        self.file.read_exact(&mut bytes).map_err(unread)?;
+        self.at += n as u64;
+        Ok(bytes)
     }
 
     fn u32(&mut self, what: &str) -> Result<u32, TraceError> {

@@ -1,6 +1,6 @@
 //! `moe bench`.
 
-use super::Device;
+use super::{Device, MemoryArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -32,6 +32,19 @@ pub struct BenchArgs {
     /// Also time each kind of block.
     #[arg(long)]
     pub profile_kernels: bool,
+    /// Experts of each layer that the GPU's memory holds, whatever the budget.
+    #[arg(long, value_name = "N")]
+    pub expert_slots: Option<usize>,
+    /// Which experts stay there: static, lru, lfu, lrfu, or lrfu:SHIFT (default: lrfu).
+    #[arg(long, value_name = "NAME")]
+    pub policy: Option<String>,
+    /// Fetch experts no faster than this while decoding, e.g. 25GB/s, to see what a slower link does.
+    #[arg(long, value_name = "RATE")]
+    pub link_limit: Option<String>,
+    /// Choose experts by a rule instead of the model's routers: uniform, local:P (an expert of the previous token with
+    /// probability P) or trace:FILE (as `profile-experts` recorded).
+    #[arg(long, value_name = "RULE")]
+    pub routing: Option<String>,
     /// Write the rows as CSV.
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
@@ -41,4 +54,7 @@ pub struct BenchArgs {
     /// Where to compute.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
+    /// Memory of the GPU and of the host.
+    #[command(flatten)]
+    pub memory: MemoryArgs,
 }

@@ -1,6 +1,6 @@
 //! `moe logits`.
 
-use super::Device;
+use super::{Device, MemoryArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -27,4 +27,7 @@ pub struct LogitsArgs {
     /// Where to compute.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
+    /// Memory of the GPU and of the host.
+    #[command(flatten)]
+    pub memory: MemoryArgs,
 }

@@ -22,6 +22,9 @@ pub struct TextArgs {
     /// Where to compute; `auto` is the processor here, so that the same numbers come out everywhere.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
+    /// Most GPU memory to use for each model, with --device cuda, e.g. 24GiB (default: all that is free).
+    #[arg(long, value_name = "SIZE")]
+    pub vram_budget: Option<String>,
     /// Memory for hidden states before they go to a scratch file, e.g. 4GiB.
     #[arg(long, default_value = "1GiB", value_name = "BYTES")]
     pub max_memory: String,
@@ -30,7 +33,15 @@ pub struct TextArgs {
 impl TextArgs {
     /// Nothing typed: the task sets, at the defaults.
     pub fn tasks(device: Device) -> Self {
-        Self { text: None, protocol: "gguf".into(), window: None, max_windows: None, device, max_memory: "1GiB".into() }
+        Self {
+            text: None,
+            protocol: "gguf".into(),
+            window: None,
+            max_windows: None,
+            device,
+            vram_budget: None,
+            max_memory: "1GiB".into(),
+        }
     }
 }
 

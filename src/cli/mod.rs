@@ -6,10 +6,12 @@ mod export;
 mod inspect;
 mod logits;
 mod measure;
+mod memory;
 mod prepare;
 mod profile_experts;
 mod quantize;
 mod run;
+mod tiers;
 mod verify;
 
 pub use bench::BenchArgs;
@@ -18,10 +20,12 @@ pub use export::ExportArgs;
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
+pub use memory::MemoryArgs;
 pub use prepare::PrepareArgs;
 pub use profile_experts::{ListFormat, ProfileExpertsArgs};
 pub use quantize::QuantizeArgs;
 pub use run::RunArgs;
+pub use tiers::TiersArgs;
 pub use verify::VerifyArgs;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -70,6 +74,8 @@ pub enum Command {
     Perplexity(PerplexityArgs),
     /// Find the experts that are used most, and what holding them is worth.
     ProfileExperts(ProfileExpertsArgs),
+    /// Replay routing traces: how often a cache of experts hits, by policy and budget.
+    Tiers(TiersArgs),
     /// Generate text.
     Run(RunArgs),
     /// Write logits, hidden states and router outputs for given token ids.

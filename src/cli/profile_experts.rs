@@ -39,6 +39,9 @@ pub struct ProfileExpertsArgs {
     /// Where to compute; `auto` is the processor here, so that the same numbers come out everywhere.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
+    /// Most GPU memory to use, with --device cuda, e.g. 24GiB (default: all that is free).
+    #[arg(long, value_name = "SIZE")]
+    pub vram_budget: Option<String>,
     /// Memory for hidden states before they go to a scratch file, e.g. 4GiB.
     #[arg(long, default_value = "1GiB", value_name = "BYTES")]
     pub max_memory: String,

@@ -1,6 +1,6 @@
 //! `moe run`.
 
-use super::Device;
+use super::{Device, MemoryArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -48,6 +48,9 @@ pub struct RunArgs {
     /// Where to compute.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
+    /// Memory of the GPU and of the host.
+    #[command(flatten)]
+    pub memory: MemoryArgs,
 }
 
 impl RunArgs {
@@ -68,6 +71,7 @@ impl RunArgs {
             seed: None,
             stop: Vec::new(),
             device,
+            memory: MemoryArgs::default(),
         }
     }
 }

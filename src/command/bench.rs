@@ -1,17 +1,20 @@
 //! `moe bench`: speed of a model, or of the shape of one.
 
-use super::{Status, UserError, open_engine};
+use super::{Asked, Status, UserError, measure as parse, memory, open_engine_with, shape};
+use crate::calib::trace::Trace;
 use crate::cli::{BenchArgs, Device};
+use crate::engine::cuda::routing::Routing;
+use crate::engine::cuda::slots::Traffic;
 use crate::engine::cuda::{self, Device as Gpu, measure};
 use crate::engine::{Batch, Engine, Rows, first_max};
 use crate::files;
-use crate::ids::{Component, Part, Role, SeqId, TensorId};
-use crate::model::family;
+use crate::ids::SeqId;
 use crate::model::plan::Slot;
-use crate::profile::precision::Profile;
-use crate::quant::format::{Format, fit};
-use crate::report::{Out, bytes, markdown, table};
-use anyhow::{Context, Result};
+use crate::model::spec::Ffn;
+use crate::report::{Out, markdown, table};
+use crate::tiers::Policy;
+use crate::tiers::policy::MAX_SHIFT;
+use anyhow::Result;
 use serde::Serialize;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -20,22 +23,6 @@ use std::time::Instant;
 /// Tokens of a prompt pass.
 const CHUNK: usize = 512;
 const SEED: u64 = 1;
-
-macro_rules! shape {
-    ($name:literal) => {
-        ($name, include_str!(concat!("../../profiles/shapes/", $name, ".json")))
-    };
-}
-
-/// Shapes of public models.
-const SHAPES: &[(&str, &str)] = &[
-    shape!("qwen3-30b-a3b"),
-    shape!("mixtral-8x7b"),
-    shape!("qwen1.5-moe-a2.7b"),
-    shape!("phi-3.5-moe"),
-    shape!("deepseek-v2-lite"),
-    shape!("olmoe-1b-7b"),
-];
 
 /// Results of one batch size.
 #[derive(Clone, Debug, Serialize)]
@@ -56,6 +43,26 @@ struct Row {
     share_of_spec: Option<f64>,
     share_of_measured: Option<f64>,
     blocks: Option<Vec<measure::BlockTime>>,
+    /// Of the experts while decoding, where not all are in the GPU's memory.
+    experts: Option<Fetching>,
+}
+
+/// What fetching experts did to a decode step.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Fetching {
+    /// Share of the experts used that were in a slot.
+    hit_rate: f64,
+    /// Share that was read over the link without taking one.
+    direct_rate: f64,
+    link_bytes_per_tok: f64,
+    /// While fetching, and that as a share of the link as measured.
+    link_bytes_s: f64,
+    share_of_link: f64,
+    /// Of a step, milliseconds.
+    stall_ms: f64,
+    /// Least time of a step, milliseconds: the larger of reading memory and moving the missing bytes; and its share of the time.
+    bound_ms: f64,
+    share_of_bound: f64,
 }
 
 /// Times of one run.
@@ -63,6 +70,7 @@ struct Run {
     ttft_ms: Vec<f64>,
     prefill_s: f64,
     steps_ms: Vec<f64>,
+    traffic: Option<Traffic>,
 }
 
 /// Runs the command.
@@ -86,7 +94,11 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
     };
     let progress = out.count((args.batch.len() * (args.repeats + 1)) as u64, "bench");
     let mut rows = Vec::new();
+    let routing = args.routing.as_deref().map(|text| routing(text, &engine)).transpose()?;
     for &batch in &args.batch {
+        if let Engine::Cuda(e) = &mut engine {
+            e.set_routing(routing.as_ref(), batch, args.generate - 1)?;
+        }
         let mut runs = Vec::new();
         for repeat in 0..=args.repeats {
             let run = one(&mut engine, args, batch)?;
@@ -102,61 +114,79 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
 }
 
 fn open(args: &BenchArgs, out: Out) -> Result<(String, Engine)> {
-    let Some(shape) = &args.shape else {
+    let batch = args.batch.iter().copied().max().unwrap_or(1);
+    let tokens = batch * (args.prompt + args.generate).next_multiple_of(cuda::PAGE_TOKENS);
+    let Some(name) = &args.shape else {
         let Some(dir) = &args.model else { return Err(UserError::new("no model given").into()) };
-        return Ok((dir.display().to_string(), open_engine(dir, args.device, out)?));
+        let asked = Asked { device: args.device, memory: &args.memory, cache_tok: Some(tokens), batch };
+        let change = |options: &mut cuda::Options| choose(args, options);
+        return Ok((dir.display().to_string(), open_engine_with(dir, &asked, &change, out)?));
     };
     if args.device == Device::Cpu {
         return Err(UserError::new("--shape makes its weights on a GPU")
             .hint("give a model directory to measure the processor")
             .into());
     }
-    let text = match SHAPES.iter().find(|(name, _)| name == shape) {
-        Some((_, text)) => text.as_bytes().to_vec(),
-        None if shape.ends_with(".json") => files::read(Path::new(shape))?,
-        None => {
-            let names: Vec<&str> = SHAPES.iter().map(|s| s.0).collect();
-            return Err(UserError::new(format!("there is no shape `{shape}`"))
-                .hint(format!("shapes are {}", names.join(", ")))
-                .into());
-        }
-    };
-    let config = serde_json::from_slice(&text)
-        .with_context(|| format!("shape `{shape}`"))
-        .map_err(|e| UserError::new(format!("{e:#}")))?;
-    let (_, spec) = family::read(&config)?;
-    let format = formats(&args.profile)?;
-    let engine = cuda::Engine::random(&spec, &*format, SEED, cuda::Options::default())?;
-    out.note(vram_line(&engine));
-    Ok((format!("{shape} ({})", args.profile), engine.into()))
+    let (family, spec) = shape::spec(name)?;
+    let format = shape::formats(&args.profile)?;
+    let mut options = cuda::Options { cache_tok: tokens, ..memory::options(&args.memory, None, &spec, family)? };
+    choose(args, &mut options)?;
+    let engine = cuda::Engine::random(&spec, &*format, SEED, options, &mut |plan| out.note(memory::shown(plan, batch)))?;
+    Ok((format!("{name} ({})", args.profile), engine.into()))
 }
 
-fn vram_line(engine: &cuda::Engine) -> String {
-    let plan = engine.vram();
-    let parts = plan.parts.iter().filter(|p| p.1 > 0).map(|(what, n)| format!("{what} {}", bytes(*n)));
-    format!("GPU memory: {}; {} in all", parts.collect::<Vec<_>>().join(", "), bytes(plan.total_bytes))
+/// What is typed to measure experts outside of the GPU's memory.
+fn choose(args: &BenchArgs, options: &mut cuda::Options) -> Result<()> {
+    options.expert_slots = args.expert_slots;
+    options.policy = args.policy.as_deref().map(policy).transpose()?.flatten();
+    options.link_limit = link_limit(args)?;
+    Ok(())
 }
 
-/// Formats of a profile by id and columns; routers, gates, norms and `kv` projections of latents stay at source as in artifacts.
-fn formats(name: &str) -> Result<Box<dyn Fn(TensorId, usize) -> Format>> {
-    let kept = |id: TensorId| {
-        let router = matches!(id.role, Role::Router | Role::SharedRouter | Role::KvA | Role::KvB | Role::QA);
-        router || id.part == Part::Bias || id.role.component() == Component::Norms
-    };
-    if name == "bench" {
-        return Ok(Box::new(move |id, cols| match id.role {
-            _ if kept(id) => Format::Source,
-            Role::Embed => Format::Source,
-            Role::ExpertGate | Role::ExpertUp | Role::ExpertDown => fit(Format::INT4_G128, cols),
-            _ => fit(Format::INT8_G128, cols),
-        }));
+/// A rule that keeps experts; `None`: LRFU by the shape of each layer.
+fn policy(text: &str) -> Result<Option<Policy>> {
+    let shift = text.strip_prefix("lrfu:").and_then(|n| n.parse().ok()).filter(|n| (1..=MAX_SHIFT).contains(n));
+    match (text, shift) {
+        ("lrfu", _) => Ok(None),
+        ("static", _) => Ok(Some(Policy::Static)),
+        ("lru", _) => Ok(Some(Policy::Lru)),
+        ("lfu", _) => Ok(Some(Policy::Lfu)),
+        (_, Some(shift)) => Ok(Some(Policy::Lrfu { shift })),
+        _ => Err(UserError::new(format!("`{text}` is no policy that can be followed"))
+            .hint(format!("policies are static, lru, lfu, lrfu, and lrfu:1 to lrfu:{MAX_SHIFT}"))
+            .into()),
     }
-    let profile = Profile::built_in(name)?;
-    Ok(Box::new(move |id, cols| {
-        let text = id.to_string();
-        let rule = profile.rules.iter().find(|r| r.pattern.matches(&text)).filter(|_| !kept(id));
-        rule.map_or(Format::Source, |r| fit(r.format, cols))
-    }))
+}
+
+fn link_limit(args: &BenchArgs) -> Result<Option<f64>> {
+    args.link_limit.as_ref().map(|text| parse::bytes(text.trim_end_matches("/s")).map(|n| n as f64)).transpose()
+}
+
+/// A rule that chooses experts.
+fn routing(text: &str, engine: &Engine) -> Result<Routing> {
+    let unknown = || UserError::new(format!("`{text}` is no routing")).hint("expected uniform, local:P or trace:FILE");
+    match text.split_once(':') {
+        None if text == "uniform" => Ok(Routing::Uniform),
+        Some(("local", p)) => match p.parse::<f64>() {
+            Ok(p) if (0.0..=1.0).contains(&p) => Ok(Routing::Local(p)),
+            _ => Err(unknown().into()),
+        },
+        Some(("trace", file)) => {
+            let trace =
+                Trace::from_bytes(&files::read(Path::new(file))?).map_err(|e| UserError::new(format!("`{file}`: {e}")))?;
+            let moe = engine.spec().layers.iter().filter_map(|l| match &l.ffn {
+                Ffn::Moe(m) => Some((m.router.experts, m.router.top_k)),
+                Ffn::Dense { .. } => None,
+            });
+            let shape = (trace.shape.experts, trace.shape.top_k);
+            if moe.clone().count() != trace.shape.layers || moe.clone().any(|m| m != shape) {
+                return Err(UserError::new(format!("`{file}` is a trace of another model")).into());
+            }
+            let ids = trace.samples.into_iter().flat_map(|s| s.ids).collect::<Vec<u16>>();
+            Ok(Routing::Recorded(ids.into()))
+        }
+        _ => Err(unknown().into()),
+    }
 }
 
 /// One prompt for each sequence, then greedy decoding of all together.
@@ -180,6 +210,7 @@ fn one(engine: &mut Engine, args: &BenchArgs, batch: usize) -> Result<Run> {
         ttft_ms.push(start.elapsed().as_secs_f64() * 1e3);
     }
     let prefill_s = start.elapsed().as_secs_f64();
+    engine.take_traffic()?;
     let mut steps_ms = Vec::with_capacity(args.generate);
     let mut before = Instant::now();
     engine.greedy(&seqs, &last, args.generate - 1, context, &mut |_| {
@@ -188,7 +219,7 @@ fn one(engine: &mut Engine, args: &BenchArgs, batch: usize) -> Result<Run> {
         before = now;
         ControlFlow::Continue(())
     })?;
-    Ok(Run { ttft_ms, prefill_s, steps_ms })
+    Ok(Run { ttft_ms, prefill_s, steps_ms, traffic: engine.take_traffic()? })
 }
 
 /// Repeatable tokens, different for each sequence.
@@ -231,6 +262,7 @@ fn row(engine: &mut Engine, args: &BenchArgs, batch: usize, runs: &[Run], rates:
         share_of_spec: None,
         share_of_measured: None,
         blocks: None,
+        experts: None,
     };
     if let Engine::Cuda(e) = engine {
         let (free, total) = e.device().memory()?;
@@ -240,12 +272,35 @@ fn row(engine: &mut Engine, args: &BenchArgs, batch: usize, runs: &[Run], rates:
         row.bytes_per_tok = Some(step / batch as f64);
         row.share_of_spec = Some(rate / e.device().properties().spec_bandwidth());
         row.share_of_measured = rates.map(|r| rate / r.read_bytes_s);
+        if let Some(r) = rates {
+            let link = link_limit(args)?.unwrap_or(f64::INFINITY).min(r.host_to_device_bytes_s);
+            row.experts = fetching(runs, step, link, r.read_bytes_s, batch);
+        }
         if args.profile_kernels {
             let seqs: Vec<SeqId> = (0..batch as u32).map(SeqId).collect();
             row.blocks = Some(e.time_blocks(&seqs, &vec![1; batch], args.prompt + args.generate)?);
         }
     }
     Ok(row)
+}
+
+/// What went over the link in all runs together; `step_bytes` is what a step reads in all.
+fn fetching(runs: &[Run], step_bytes: f64, link_bytes_s: f64, read_bytes_s: f64, batch: usize) -> Option<Fetching> {
+    let total = runs.iter().filter_map(|r| r.traffic).reduce(|a, b| a + b)?;
+    let steps: f64 = runs.iter().map(|r| r.steps_ms.len() as f64).sum();
+    let step_ms = runs.iter().flat_map(|r| &r.steps_ms).sum::<f64>() / steps;
+    let link_bytes_per_step = total.bytes as f64 / steps;
+    let bound_ms = 1e3 * (step_bytes / read_bytes_s).max(link_bytes_per_step / link_bytes_s);
+    Some(Fetching {
+        hit_rate: total.hit_rate(),
+        direct_rate: total.direct as f64 / total.chosen.max(1) as f64,
+        link_bytes_per_tok: link_bytes_per_step / batch as f64,
+        link_bytes_s: total.link_bytes_s(),
+        share_of_link: total.link_bytes_s() / link_bytes_s,
+        stall_ms: total.stall_ns as f64 / 1e6 / steps,
+        bound_ms,
+        share_of_bound: bound_ms / step_ms,
+    })
 }
 
 fn quantile(sorted: &[f64], q: f64) -> f64 {
@@ -304,9 +359,34 @@ fn report(
     out.line(&title);
     if let Some(r) = rates {
         let gb = |x: f64| format!("{:.0} GB/s", x / 1e9);
-        out.line(format!("measured: read {}, host to device {}", gb(r.read_bytes_s), gb(r.host_to_device_bytes_s)));
+        out.line(format!(
+            "measured: read {}, host to device {}, read by kernels {}",
+            gb(r.read_bytes_s),
+            gb(r.host_to_device_bytes_s),
+            gb(r.host_read_bytes_s)
+        ));
     }
     out.line(table(&header, &cells));
+    let fetching = rows.iter().filter_map(|r| Some((r.batch, r.experts?)));
+    let tiers: Vec<Vec<String>> = fetching
+        .map(|(batch, f)| {
+            vec![
+                batch.to_string(),
+                percent(Some(f.hit_rate)),
+                percent(Some(f.direct_rate)),
+                format!("{:.1}", f.link_bytes_per_tok / 1e6),
+                format!("{:.1}", f.link_bytes_s / 1e9),
+                percent(Some(f.share_of_link)),
+                format!("{:.3} ms", f.stall_ms),
+                format!("{:.3} ms", f.bound_ms),
+                percent(Some(f.share_of_bound)),
+            ]
+        })
+        .collect();
+    if !tiers.is_empty() {
+        let header = ["batch", "hits", "direct", "link MB/tok", "link GB/s", "of link", "stall/step", "bound/step", "of bound"];
+        out.line(table(&header, &tiers));
+    }
     for r in rows {
         for b in r.blocks.iter().flatten() {
             out.line(format!("batch {:2}  {:10} {:3} x {:8.2} us", r.batch, b.kind, b.count, b.us));
@@ -330,24 +410,4 @@ fn report(
 /// Whether there is a GPU to use.
 pub(super) fn gpu() -> Result<std::sync::Arc<Gpu>, cuda::CudaError> {
     Gpu::open(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::model::spec::ModelSpec;
-
-    fn spec(name: &str) -> ModelSpec {
-        let text = SHAPES.iter().find(|s| s.0 == name).unwrap().1;
-        family::read(&serde_json::from_str(text).unwrap()).unwrap().1
-    }
-
-    /// Every shape is a config that the family readers take.
-    #[test]
-    fn shapes_are_configs() {
-        for (name, _) in SHAPES {
-            assert!(!spec(name).layers.is_empty(), "{name}");
-        }
-        assert_eq!(spec("qwen3-30b-a3b").layers.len(), 48);
-    }
 }

@@ -54,6 +54,7 @@ pub fn calibrate(args: &CalibrateArgs, out: Out) -> Result<Status> {
 pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
     let max_memory = measure::bytes(&args.text.max_memory)?;
     let max_increase = args.max_ppl_increase.as_deref().map(measure::share).transpose()?;
+    let place = super::place(args.text.device, args.text.vram_budget.as_deref())?;
     let original = open_model(&args.original)?;
     let artifact = open_model(&args.artifact)?;
     if original.spec() != artifact.spec() {
@@ -71,7 +72,7 @@ pub fn report(args: &CalibrateArgs, out: Out) -> Result<Value> {
     let stop = Interrupt::install()?;
     let run = |candidates: &[Candidate], windows: &[Window], label: &str| -> Result<Vec<Comparison>> {
         let progress = out.count(lockstep::num_ticks(&original, windows), label);
-        let found = lockstep::compare(&original, candidates, super::place(args.text.device), windows, max_memory, &mut || {
+        let found = lockstep::compare(&original, candidates, place, windows, max_memory, &mut || {
             progress.advance(1);
             !stop.pressed()
         })?;

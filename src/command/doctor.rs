@@ -51,10 +51,10 @@ pub fn doctor(args: &DoctorArgs, out: Out) -> Result<Status> {
     out.line(format!("cache     {}", module::cache_dir().map_or("none".into(), |d| d.display().to_string())));
     let rates = measure::rates(&device)?;
     let share = 100.0 * rates.read_bytes_s / p.spec_bandwidth();
-    let (read, link) = (rates.read_bytes_s / 1e9, rates.host_to_device_bytes_s / 1e9);
+    let (read, spec) = (rates.read_bytes_s / 1e9, p.spec_bandwidth() / 1e9);
+    let (link, by_kernels) = (rates.host_to_device_bytes_s / 1e9, rates.host_read_bytes_s / 1e9);
     out.line(format!(
-        "memory    {read:.0} GB/s read, {share:.0} % of {:.0}; host to device {link:.1} GB/s",
-        p.spec_bandwidth() / 1e9
+        "memory    {read:.0} GB/s read, {share:.0} % of {spec:.0}; host to device {link:.1} GB/s, read by kernels {by_kernels:.1}"
     ));
     let mut rows = Vec::new();
     if !args.quick {

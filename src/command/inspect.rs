@@ -1,32 +1,66 @@
 //! `moe inspect`: what a model is, how big it is, and how big it would be. Reads headers only.
 
-use super::Status;
+use super::{Status, UserError, memory, shape};
 use crate::artifact::config::quantization_config;
 use crate::artifact::inventory::Inventory;
 use crate::artifact::plan;
-use crate::artifact::weights::{Data, Stored};
+use crate::artifact::weights::{Data, Stored, Weights};
 use crate::checkpoint::mxfp4;
 use crate::cli::InspectArgs;
+use crate::engine::cuda::budget;
 use crate::ids::{Component, Role, TensorId};
 use crate::model::family;
 use crate::model::outline::{Heads, Outline};
 use crate::profile::precision::{Decisions, Profile, decide};
 use crate::quant::format::{Format, Group};
 use crate::report::{self, Out};
+use crate::tiers::VramPlan;
 use anyhow::Result;
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 /// Runs the command.
 pub fn inspect(args: &InspectArgs, out: Out) -> Result<Status> {
-    let weights = Inventory::open(&args.model)?;
+    let plan = planned(args)?;
+    let Some(model) = &args.model else {
+        out.json(&json!({"shape": args.shape, "vram": plan}))?;
+        plan.iter().for_each(|p| out.line(memory::shown(p, args.batch)));
+        return Ok(Status::Done);
+    };
+    let weights = Inventory::open(model)?;
     let sizes = Sizes::of(&weights);
     let profiles = profile_sizes(&weights)?;
-    out.json(&as_json(args, &weights, &sizes, &profiles))?;
+    let mut value = as_json(args, &weights, &sizes, &profiles);
+    if let Some(plan) = &plan {
+        value["vram"] = json!(plan);
+    }
+    out.json(&value)?;
     if !out.json {
         show(args, &weights, &sizes, &profiles, out);
+        plan.iter().for_each(|p| out.line(format!("\n{}", memory::shown(p, args.batch))));
     }
     Ok(Status::Done)
+}
+
+/// What a budget of GPU memory would hold; `None` without a budget.
+fn planned(args: &InspectArgs) -> Result<Option<VramPlan>> {
+    if args.memory.vram_budget.is_none() {
+        return match args.memory.is_given() {
+            true => Err(UserError::new("no budget of GPU memory is given").hint("add --vram-budget SIZE").into()),
+            false => Ok(None),
+        };
+    }
+    let weights = args.model.as_deref().map(Weights::open).transpose()?;
+    let (family, spec) = match (&weights, &args.shape) {
+        (Some(w), _) => (w.family(), w.spec().clone()),
+        (None, shape) => shape::spec(shape.as_deref().unwrap_or_default())?,
+    };
+    let options = memory::options(&args.memory, args.model.as_deref(), &spec, family)?;
+    let needs = match (&weights, args.profile.as_deref()) {
+        (Some(weights), None) => budget::needs_of_weights(weights, &options),
+        (_, profile) => budget::needs_of_spec(&spec, &*shape::formats(profile.unwrap_or("bench"))?, &options),
+    };
+    Ok(Some(memory::offline(&needs, options.budget_bytes.unwrap_or(u64::MAX), options.host_bytes)?))
 }
 
 /// Parameters and bytes of a model as it is stored.

@@ -1,6 +1,6 @@
 //! `moe logits`: exact outputs for comparison with any other engine.
 
-use super::{Status, UserError, open_engine};
+use super::{Asked, Status, UserError, open_engine};
 use crate::cli::LogitsArgs;
 use crate::engine::{Batch, Engine, Event, Rows};
 use crate::files;
@@ -21,7 +21,8 @@ pub struct Outputs {
 /// Runs the command.
 pub fn logits(args: &LogitsArgs, out: Out) -> Result<Status> {
     let (ids, [num_seq, num_tok]) = read_ids(&args.ids)?;
-    let mut engine = open_engine(&args.model, args.device, out)?;
+    let asked = Asked { device: args.device, memory: &args.memory, cache_tok: Some(ids.len()), batch: num_seq };
+    let mut engine = open_engine(&args.model, &asked, out)?;
     let outputs = compute(&mut engine, &ids, num_tok, args.step, args.hidden, args.routers)?;
     let bytes: BTreeMap<&str, (Vec<usize>, Vec<u8>)> = outputs
         .tensors

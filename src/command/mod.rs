@@ -7,11 +7,14 @@ mod export;
 mod inspect;
 pub mod logits;
 mod measure;
+mod memory;
 mod perplexity;
 mod prepare;
 mod profile_experts;
 mod quantize;
 mod run;
+mod shape;
+mod tiers;
 mod verify;
 
 use crate::artifact::error::ArtifactError;
@@ -22,8 +25,7 @@ use crate::calib::sets::SetError;
 use crate::calib::solve::SolveError;
 use crate::calib::windows::ProtocolError;
 use crate::checkpoint::CheckpointError;
-use crate::cli::{Cli, Command, Device};
-use crate::engine::cuda::vram::VramPlan;
+use crate::cli::{Cli, Command, Device, MemoryArgs};
 use crate::engine::cuda::{self, CudaError, LoadError};
 use crate::engine::{Engine, EngineError};
 use crate::export::ExportError;
@@ -32,9 +34,10 @@ use crate::model::config::ConfigError;
 use crate::profile::precision::PrecisionError;
 use crate::quant::format::FormatError;
 use crate::quant::round::MethodError;
-use crate::report::{Out, bytes};
+use crate::report::Out;
 use crate::sample::SampleError;
 use crate::text::TextError;
+use crate::tiers::VramPlan;
 use anyhow::Result;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -91,6 +94,7 @@ pub fn dispatch(cli: Cli) -> Result<Status> {
         Command::Perplexity(args) => perplexity::perplexity(&args, out),
         Command::Prepare(args) => prepare::prepare(&args, out),
         Command::ProfileExperts(args) => profile_experts::profile_experts(&args, out),
+        Command::Tiers(args) => tiers::tiers(&args, out),
         Command::Verify(args) => verify::verify(&args, out),
         Command::Run(args) => run::run(&args, out),
         Command::Bench(args) => bench::bench(&args, out),
@@ -135,19 +139,51 @@ fn open_model(dir: &Path) -> Result<Arc<Weights>> {
 }
 
 /// Where to measure: on the processor unless a GPU is asked for, so that the same numbers come out everywhere.
-fn place(device: Device) -> Place {
-    if device == Device::Cuda { Place::Gpu } else { Place::Processor }
+fn place(device: Device, vram_budget: Option<&str>) -> Result<Place> {
+    let budget_bytes = vram_budget.map(measure::bytes).transpose()?;
+    match device {
+        Device::Cuda => Ok(Place::Gpu { budget_bytes }),
+        _ if budget_bytes.is_some() => Err(on_a_gpu("--device cuda")),
+        _ => Ok(Place::Processor),
+    }
+}
+
+fn on_a_gpu(cure: &str) -> anyhow::Error {
+    UserError::new("a budget of GPU memory is given, but the processor would compute").hint(format!("add {cure}")).into()
+}
+
+/// What was typed about the engine.
+struct Asked<'a> {
+    device: Device,
+    memory: &'a MemoryArgs,
+    /// Tokens that the caches shall hold, if it is known.
+    cache_tok: Option<usize>,
+    /// Sequences at a time.
+    batch: usize,
 }
 
 /// Opens a model on the device asked for; `auto` falls back to the processor and says why.
-fn open_engine(dir: &Path, device: Device, out: Out) -> Result<Engine> {
+fn open_engine(dir: &Path, asked: &Asked<'_>, out: Out) -> Result<Engine> {
+    open_engine_with(dir, asked, &|_| Ok(()), out)
+}
+
+/// The same with further choices for a GPU.
+fn open_engine_with(
+    dir: &Path,
+    asked: &Asked<'_>,
+    change: &dyn Fn(&mut cuda::Options) -> Result<()>,
+    out: Out,
+) -> Result<Engine> {
     let weights = open_model(dir)?;
-    if device == Device::Cpu {
-        return Ok(Engine::cpu(weights));
+    if asked.device == Device::Cpu {
+        return if asked.memory.is_given() { Err(on_a_gpu("--device cuda")) } else { Ok(Engine::cpu(weights)) };
     }
-    match open_cuda(Arc::clone(&weights), out) {
+    let mut options = memory::options(asked.memory, Some(dir), weights.spec(), weights.family())?;
+    options.cache_tok = asked.cache_tok.unwrap_or(options.cache_tok);
+    change(&mut options)?;
+    match open_cuda(Arc::clone(&weights), options, asked.batch, out) {
         Ok(engine) => Ok(engine),
-        Err(LoadError::Cuda(reason)) if device == Device::Auto => {
+        Err(LoadError::Cuda(reason)) if asked.device == Device::Auto && !(refused(&reason) && asked.memory.is_given()) => {
             out.note(format!("computing on the processor: {reason}"));
             Ok(Engine::cpu(weights))
         }
@@ -155,14 +191,18 @@ fn open_engine(dir: &Path, device: Device, out: Out) -> Result<Engine> {
     }
 }
 
-fn open_cuda(weights: Arc<Weights>, out: Out) -> Result<Engine, LoadError> {
+/// Whether a budget is too small, which another device does not cure.
+fn refused(error: &CudaError) -> bool {
+    matches!(error, CudaError::Budget { .. })
+}
+
+fn open_cuda(weights: Arc<Weights>, options: cuda::Options, batch: usize, out: Out) -> Result<Engine, LoadError> {
     let bar = std::cell::OnceCell::new();
     let mut planned = |plan: &VramPlan, total: u64| {
-        let parts = plan.parts.iter().filter(|p| p.1 > 0).map(|(what, n)| format!("{what} {}", bytes(*n)));
-        out.note(format!("GPU memory: {}; {} in all", parts.collect::<Vec<_>>().join(", "), bytes(plan.total_bytes)));
+        out.note(memory::shown(plan, batch));
         bar.get_or_init(|| out.bytes(total, "loading"));
     };
-    let engine = cuda::Engine::open(weights, cuda::Options::default(), &mut planned, &mut |n| {
+    let engine = cuda::Engine::open(weights, options, &mut planned, &mut |n| {
         bar.get().iter().for_each(|b| b.advance(n));
     })?;
     bar.get().iter().for_each(|b| b.finish());
@@ -208,6 +248,8 @@ pub fn exit_status(error: &anyhow::Error) -> Status {
             || e.is::<CheckpointError>()
             || e.is::<ConfigError>()
             || e.downcast_ref::<EngineError>().is_some_and(|e| !matches!(e, EngineError::Cuda(_)))
+            || e.downcast_ref::<CudaError>().is_some_and(refused)
+            || e.downcast_ref::<LoadError>().is_some_and(|e| matches!(e, LoadError::Cuda(e) if refused(e)))
             || e.is::<TextError>()
             || e.is::<SampleError>()
             || e.is::<PrecisionError>()

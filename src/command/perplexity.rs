@@ -27,6 +27,7 @@ pub fn perplexity(args: &PerplexityArgs, out: Out) -> Result<Status> {
     };
     let tolerance = measure::share(&args.tolerance)?;
     let max_memory = measure::bytes(&args.text.max_memory)?;
+    let place = super::place(args.text.device, args.text.vram_budget.as_deref())?;
     let weights = open_model(&args.model)?;
     let tokenizer = measure::tokenizer(&args.model, weights.spec())?;
     let material = measure::from_text(path, &args.text, &tokenizer, weights.spec().max_positions)?;
@@ -35,7 +36,7 @@ pub fn perplexity(args: &PerplexityArgs, out: Out) -> Result<Status> {
     let progress = out.count(lockstep::num_ticks(&weights, &material.windows), "perplexity");
     let stop = Interrupt::install()?;
     let start = std::time::Instant::now();
-    let nll = lockstep::alone(&weights, super::place(args.text.device), &material.windows, max_memory, &mut || {
+    let nll = lockstep::alone(&weights, place, &material.windows, max_memory, &mut || {
         progress.advance(1);
         !stop.pressed()
     })?;

@@ -76,6 +76,7 @@ fn profiling(args: &PrepareArgs) -> ProfileExpertsArgs {
         trace: None,
         format: ListFormat::Moe,
         device: args.device,
+        vram_budget: None,
         max_memory: "1GiB".into(),
         reports: ReportArgs { report: args.quantize.output.join("report.json"), ..ReportArgs::default() },
     }

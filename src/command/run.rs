@@ -1,12 +1,12 @@
 //! `moe run`: a prompt, a file, a pipe or a conversation, continued.
 
-use super::{Interrupt, Status, UserError, measure, open_engine};
+use super::{Asked, Interrupt, Status, UserError, measure, open_engine};
 use crate::cli::RunArgs;
 use crate::engine::Engine;
 use crate::files;
 use crate::generate::{self, Finish, Limits, Outcome};
 use crate::ids::SeqId;
-use crate::report::Out;
+use crate::report::{Out, bytes};
 use crate::sample::{Sampler, SamplerConfig};
 use crate::text::{AddSpecial, GenerationConfig, Message, StopStrings, Tokenizer};
 use anyhow::Result;
@@ -48,7 +48,8 @@ pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
 }
 
 fn open(args: &RunArgs, out: Out) -> Result<Session> {
-    let engine = open_engine(&args.model, args.device, out)?;
+    let asked = Asked { device: args.device, memory: &args.memory, cache_tok: None, batch: 1 };
+    let engine = open_engine(&args.model, &asked, out)?;
     let tokenizer = measure::tokenizer(&args.model, engine.spec())?;
     let defaults = GenerationConfig::open(&args.model)?;
     let sampler = sampler(args, &defaults, out)?;
@@ -184,6 +185,7 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
             out.piece(piece);
         }
     };
+    engine.take_traffic()?;
     let outcome = generate::generate(engine, SeqId(0), history, sampler, &limits, &mut |token| {
         if interrupted.pressed() {
             return ControlFlow::Break(());
@@ -223,5 +225,13 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
         outcome.generated_tok,
         outcome.tok_s()
     ));
+    if let Some(t) = engine.take_traffic()? {
+        out.note(format!(
+            "{:.1} % of the experts used were in GPU memory; {} a token over the link at {:.1} GB/s",
+            100.0 * t.hit_rate(),
+            bytes(t.bytes / outcome.generated_tok.max(1) as u64),
+            t.link_bytes_s() / 1e9
+        ));
+    }
     Ok((text, outcome))
 }

@@ -78,6 +78,14 @@ impl Engine {
         }
     }
 
+    /// What has gone over the link for experts since this was last asked; `None` if all are where they are computed.
+    pub fn take_traffic(&self) -> Result<Option<cuda::slots::Traffic>, EngineError> {
+        match self {
+            Engine::Cpu(_) => Ok(None),
+            Engine::Cuda(e) => Ok(e.tiers().map(|t| t.take_traffic()).transpose()?),
+        }
+    }
+
     /// Sizes the buffers for a batch and checks it against vocabulary and caches.
     pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
         match self {

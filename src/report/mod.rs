@@ -9,6 +9,7 @@ mod digest;
 pub mod page;
 mod plain;
 mod rounding;
+mod tiers;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};

@@ -101,7 +101,7 @@ pub fn html(report: &Value) -> Result<String, PageError> {
     let within = |key: &str| stages.iter().find_map(|(_, v)| text(v, key));
     let subject = within("/artifact").or(within("/model")).or(within("/original")).or(text(report, "/model"));
     let verdict = stages.iter().find_map(|(_, v)| digest::verdict(v)).or_else(|| {
-        let sentence = stages.iter().find_map(|(_, v)| digest::coverage_sentence(v))?;
+        let sentence = stages.iter().find_map(|(_, v)| digest::coverage_sentence(v).or_else(|| super::tiers::sentence(v)))?;
         Some(Verdict { level: "none", word: "", sentence, findings: Vec::new() })
     });
     let page = Page {
@@ -126,7 +126,13 @@ fn sections(stage: &str, v: &Value) -> Vec<Section> {
         "Quantize" | "Short run" | "Bench" => facts(v),
         _ => [key_figures(stage, v), tasks(v), output(v), by_layer(v), sensitivity(v), coverage(v), heat_maps(v), stability(v)]
             .into_iter()
-            .chain([super::rounding::errors(v), super::rounding::allocation(v), definitions(v), provenance(v)])
+            .chain([
+                super::rounding::errors(v),
+                super::rounding::allocation(v),
+                super::tiers::replay(v),
+                definitions(v),
+                provenance(v),
+            ])
             .flatten()
             .collect(),
     }
@@ -135,6 +141,13 @@ fn sections(stage: &str, v: &Value) -> Vec<Section> {
 pub(super) fn section(title: &'static str, lead: &str, blocks: impl IntoIterator<Item = Option<Block>>) -> Option<Section> {
     let blocks: Vec<Block> = blocks.into_iter().flatten().collect();
     (!blocks.is_empty()).then(|| Section { title, lead: lead.into(), blocks })
+}
+
+#[cfg(test)]
+impl Section {
+    pub(super) fn into_blocks(self) -> Vec<Block> {
+        self.blocks
+    }
 }
 
 pub(super) fn drawn(svg: Option<String>, title: &str, caption: &str) -> Option<Block> {

@@ -100,6 +100,7 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     if !(0.0..=1.0).contains(&args.decay) {
         return Err(UserError::new(format!("`--decay` is {}, expected 0 to 1", args.decay)).into());
     }
+    let place = super::place(args.device, args.vram_budget.as_deref())?;
     let weights = open_model(&args.model)?;
     let (shape, layers) = shape(&weights, &args.model)?;
     let model = identity(&args.model, &weights)?;
@@ -116,7 +117,7 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     let material = material(args, &tokenizer, weights.spec().max_positions, out)?;
 
     let start = std::time::Instant::now();
-    let observed = observe(&weights, super::place(args.device), material, shape, layers, max_memory, out)?;
+    let observed = observe(&weights, place, material, shape, layers, max_memory, out)?;
     let found = analyse(&observed, &rule, old.as_ref(), args.decay, &expert_bytes)?;
     let written = hot_list(&observed, &found, model, &rule, old.as_ref(), args.decay, &weights);
     let mut report = report::value(args, &observed, &found, &rule, &list);

@@ -451,7 +451,7 @@ impl Engine {
             }
         }
         for start in (0..view.num_tok).step_by(chunk) {
-            self.experts(lead, router_w, router, layer, f, scale, start, chunk.min(view.num_tok - start))?;
+            self.experts(lead, router_w, router, layer, f, scale, start, chunk.min(view.num_tok - start), view.decode)?;
         }
         match shared {
             Some(s) if s.router.is_some() => {
@@ -478,6 +478,7 @@ impl Engine {
         scale: f32,
         start: usize,
         num_tok: usize,
+        decode: bool,
     ) -> Result<(), EngineError> {
         let [gate, _, down] = self.store.expert(layer);
         let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
@@ -485,44 +486,54 @@ impl Engine {
         let slots = (num_tok * top_k).min(router.experts);
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
         let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
+        if decode {
+            self.replay_routing(layer, start, num_tok, router)?;
+        }
         let chooses = (direct.logits != 0).then_some(router.experts);
         let Some(first) = launch::gate_up(g, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
 
         let gates = self.work.gates.at(start * top_k * 4);
         let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);
+        let (list, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
+        let (t, wide, inner, k) = (num_tok as i32, width as i32, f as i32, top_k as i32);
         let args = ExpertsArgs {
             out: h,
             x_q: planes.codes.at(0),
             x_scale: planes.scales.at(0),
-            slots: self.work.expert_slots.at(0),
-            num_slots: self.work.num_slots.at(0),
-            pairs: self.work.pairs.at(0),
+            slots: list,
+            num_slots,
+            pairs,
             direct,
-            t: num_tok as i32,
-            k: top_k as i32,
-            inner: width as i32,
-            rows: f as i32,
+            t,
+            k,
+            inner: wide,
+            rows: inner,
             columns: first.columns as i32,
             stages: first.stages as i32,
             teams: first.teams as i32,
         };
         let name = |w: launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
-        self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)?;
+        let gate_up = |slots: u64, num_slots: u64| {
+            let args = ExpertsArgs { slots, num_slots, ..args };
+            self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)
+        };
 
         if let Some(whole) = launch::down(d, width, f, top_k, num_tok, chooses, limits) {
+            self.fetch(layer, start * top_k, num_tok * top_k, list)?;
+            gate_up(list, num_slots)?;
             let args = DownArgs {
                 y: x,
                 add: x,
                 h,
-                slots: args.slots,
-                num_slots: args.num_slots,
-                pairs: args.pairs,
+                slots: list,
+                num_slots,
+                pairs,
                 gates,
                 direct,
-                t: args.t,
-                d: width as i32,
-                f: f as i32,
-                k: args.k,
+                t,
+                d: wide,
+                f: inner,
+                k,
                 chunk: whole.chunk as i32,
                 stages: whole.stages as i32,
                 split: whole.split as i32,
@@ -532,21 +543,42 @@ impl Engine {
         }
         let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
         let planes = &self.work.inner_planes;
-        self.planes(planes, Source::Floats(h, f as i32), f, d.bits, num_tok * top_k)?;
         let outputs = self.work.pair_outputs.at(0);
-        let args = ExpertsArgs {
-            out: outputs,
-            x_q: planes.codes.at(0),
-            x_scale: planes.scales.at(0),
-            inner: f as i32,
-            rows: width as i32,
-            columns: second.columns as i32,
-            stages: second.stages as i32,
-            teams: second.teams as i32,
-            ..args
+        let both = |slots: u64, num_slots: u64| -> Result<(), EngineError> {
+            gate_up(slots, num_slots)?;
+            self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
+            let args = ExpertsArgs {
+                out: outputs,
+                x_q: planes.codes.at(0),
+                x_scale: planes.scales.at(0),
+                slots,
+                num_slots,
+                inner,
+                rows: wide,
+                columns: second.columns as i32,
+                stages: second.stages as i32,
+                teams: second.teams as i32,
+                ..args
+            };
+            Ok(self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?)
         };
-        self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?;
-        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: width as i32, k: args.k, scale };
+        let waves = self.store.tiers().filter(|_| !decode).map(|tiers| Ok((tiers, tiers.waves(layer, num_tok * top_k)?)));
+        match waves.transpose().map_err(EngineError::Cuda)? {
+            Some((tiers, Some(waves))) => {
+                for wave in waves {
+                    if let Some((args, slots, num_slots)) = tiers.send(layer, wave, list, num_slots)? {
+                        self.fast.launch("tiers_wave", launch::tokens(1), &args)?;
+                        both(slots, num_slots)?;
+                        tiers.sent()?;
+                    }
+                }
+            }
+            _ => {
+                self.fetch(layer, start * top_k, num_tok * top_k, list)?;
+                both(list, num_slots)?;
+            }
+        }
+        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: wide, k, scale };
         Ok(self.fast.launch("moe_combine", launch::combine(width, num_tok), &args)?)
     }
 
@@ -612,7 +644,8 @@ impl Engine {
             self.fast.launch(launch.name, launch.grid, &args)?;
         }
         let plain_top = matches!(router.select, crate::model::spec::Select::Top);
-        if plain_top && launch::routes_directly(experts, top_k, num_tok) {
+        let listed = self.store.tiers().is_some() || self.scripts.contains_key(&layer);
+        if plain_top && !listed && launch::routes_directly(experts, top_k, num_tok) {
             let RouterArgs { logits, table, ids, gates, rule, .. } = args;
             return Ok(DirectRoute { logits, table, ids, gates, rule, pad: 0 });
         }
@@ -620,6 +653,28 @@ impl Engine {
         let args = RouterArgs { tokens: rows.tokens as i32, ..args };
         self.fast.launch(rows.name, rows.grid, &args)?;
         Ok(DirectRoute::ZERO)
+    }
+
+    /// Puts choices made beforehand in the place of the router's, if there are any.
+    fn replay_routing(&self, layer: u32, start: usize, num_tok: usize, router: &RouterSpec) -> Result<(), EngineError> {
+        let Some((script, step, steps, rows)) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.3) else {
+            return Ok(());
+        };
+        let args = ReplayArgs {
+            script: script.at(0),
+            step: step.at(0),
+            ids: self.work.experts.at(0),
+            list: self.work.expert_slots.at(0),
+            num_slots: self.work.num_slots.at(0),
+            pairs: self.work.pairs.at(0),
+            table: self.store.addresses(layer),
+            t: num_tok as i32,
+            e: router.experts as i32,
+            k: router.top_k as i32,
+            steps: *steps as i32,
+            rows: *rows as i32,
+        };
+        Ok(self.fast.launch("tiers_replay", launch::tokens(1), &args)?)
     }
 
     /// Final norm and logits of the rows asked for. The rows are gathered over the residual's own normed slot.

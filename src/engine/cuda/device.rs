@@ -1,7 +1,7 @@
 //! One GPU: opening it, what it is, and the two streams work runs on. Everything that can be missing has its own error.
 
 use super::launch::Limits;
-use super::memory::Buffer;
+use super::memory::{Buffer, gigabytes};
 use cudarc::driver::{DriverError, result, sys};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -46,6 +46,24 @@ pub enum CudaError {
         /// With unit.
         free: String,
     },
+    /// A model that does not fit what it was given.
+    #[error("the model does not fit {} of GPU memory, the smallest budget that works is {}", gigabytes(*budget_bytes), gigabytes(*smallest_bytes))]
+    Budget {
+        /// What would do.
+        smallest_bytes: u64,
+        /// What there was.
+        budget_bytes: u64,
+    },
+    /// Experts that do not fit into page-locked memory.
+    #[error("{} of page-locked host memory are needed for the experts, {} could be had: {error}", gigabytes(*needed_bytes), gigabytes(*had_bytes))]
+    PageLocked {
+        /// For all experts.
+        needed_bytes: u64,
+        /// What was granted or allowed.
+        had_bytes: u64,
+        /// The driver's word.
+        error: String,
+    },
     /// A call of the driver failed.
     #[error("CUDA failed to {what}: {error}")]
     Driver {
@@ -79,6 +97,13 @@ impl CudaError {
                 Some("`pip install nvidia-cuda-nvrtc`, or put a CUDA toolkit's lib64 into LD_LIBRARY_PATH".into())
             }
             CudaError::Memory { .. } => Some("quantize further (--profile compact), or use --device cpu".into()),
+            CudaError::Budget { smallest_bytes, .. } => {
+                Some(format!("give --vram-budget {smallest_bytes}, quantize further (--profile compact), or use --device cpu"))
+            }
+            CudaError::PageLocked { .. } => Some(
+                "free host memory, raise the limit of locked memory (`ulimit -l`, a container's memory) or --host-budget, or quantize further"
+                    .into(),
+            ),
             CudaError::TooOld { .. } | CudaError::Unsupported(_) => Some("use --device cpu".into()),
             CudaError::Compile { .. } | CudaError::Driver { .. } | CudaError::Launch { .. } => None,
         }

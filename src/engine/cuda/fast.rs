@@ -220,6 +220,58 @@ structs! {
         window: i32,
         scale: f32,
     }
+    /// Experts that are not in device memory.
+    FetchArgs in "tiers.cu" {
+        ids: u64,
+        list: u64,
+        owner: u64,
+        score: u64,
+        visited: u64,
+        now: u64,
+        host: u64,
+        table: u64,
+        matrices: u64,
+        counter: u64,
+        stats: u64,
+        slots: u64,
+        num_pairs: i32,
+        e: i32,
+        s: i32,
+        run_bytes: i32,
+        shift: i32,
+        rise: i32,
+        ns_per_byte: f32,
+    }
+    /// A wave of experts through the ring.
+    WaveArgs in "tiers.cu" {
+        list: u64,
+        num_slots: u64,
+        wave: u64,
+        num_wave: u64,
+        owner: u64,
+        host: u64,
+        stage: u64,
+        s: i32,
+        e: i32,
+        first: i32,
+        end: i32,
+        run_bytes: i32,
+    }
+    /// Choices made beforehand.
+    ReplayArgs in "tiers.cu" {
+        script: u64,
+        step: u64,
+        ids: u64,
+        list: u64,
+        num_slots: u64,
+        pairs: u64,
+        table: u64,
+        t: i32,
+        e: i32,
+        k: i32,
+        steps: i32,
+        rows: i32,
+    }
     /// Planes of rows.
     PlanesArgs in "rows.cu" {
         q: u64,
@@ -324,6 +376,7 @@ fn names(program: &Source) -> Vec<String> {
         "rows.cu" => {
             ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
         }
+        "tiers.cu" => ["tiers_fetch", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
 }

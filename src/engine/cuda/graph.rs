@@ -253,6 +253,7 @@ impl Engine {
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = self.spec.vocab;
         if let Some(graph) = self.decode.graphs.get(&num_tok) {
+            self.store.tiers().iter().for_each(|t| t.forget());
             graph.launch()?;
         }
         Ok(())

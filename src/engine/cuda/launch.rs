@@ -474,6 +474,11 @@ pub fn down(
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
+/// Missing experts over the link: enough blocks for a few megabytes in flight.
+pub fn fetch(limits: Limits) -> Grid {
+    Grid::new([limits.num_sm.min(64), 1, 1], 256)
+}
+
 /// The sum over ranks.
 pub fn combine(d: usize, num_tok: usize) -> Grid {
     Grid::new([d.div_ceil(512), num_tok, 1], 128)

@@ -2,7 +2,7 @@
 
 use super::device::{CudaError, Device, During};
 use super::launch::Grid;
-use super::memory::{Buffer, Event, Pinned};
+use super::memory::{Buffer, Event, Mapped};
 use super::module::{Module, PROGRAMS};
 use super::plain::{Kind, Plain};
 use super::{Engine, launch};
@@ -17,8 +17,10 @@ use std::sync::Arc;
 pub struct Rates {
     /// Reading device memory.
     pub read_bytes_s: f64,
-    /// From page-locked host memory to the device.
+    /// From page-locked host memory to the device, by the copy engine.
     pub host_to_device_bytes_s: f64,
+    /// The same, read by kernels, as experts without a slot are fetched.
+    pub host_read_bytes_s: f64,
 }
 
 /// Bytes read in one go; far beyond any cache.
@@ -36,13 +38,19 @@ pub fn rates(device: &Arc<Device>) -> Result<Rates, CudaError> {
     let grid = Grid::new([32 * device.properties().num_sm as usize, 1, 1], 256);
     let read = median(device, || plain.plain_read(grid, sink.at(0), buffer.at(0), (bytes / 16) as u64))?;
     let link = LINK_BYTES.min(bytes);
-    let pinned = Pinned::new(device, link)?;
+    let pinned = Mapped::new(device, link)?;
     let copy = median(device, || {
         device.current()?;
         // SAFETY: both sides hold so many bytes and outlive the measurement, which waits.
         unsafe { result::memcpy_htod_async(buffer.at(0), pinned.as_slice(), device.stream()) }.during("copy to the device")
     })?;
-    Ok(Rates { read_bytes_s: bytes as f64 / read, host_to_device_bytes_s: link as f64 / copy })
+    let grid = Grid::new([device.properties().num_sm as usize, 1, 1], 256);
+    let host_read = median(device, || plain.plain_read(grid, sink.at(0), pinned.at(0), (link / 16) as u64))?;
+    Ok(Rates {
+        read_bytes_s: bytes as f64 / read,
+        host_to_device_bytes_s: link as f64 / copy,
+        host_read_bytes_s: link as f64 / host_read,
+    })
 }
 
 /// Seconds of some work on the stream.

@@ -83,9 +83,13 @@ unsafe impl Send for Pinned {}
 impl Pinned {
     /// Allocates.
     pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        Self::with_flags(device, bytes, 0)
+    }
+
+    fn with_flags(device: &Arc<Device>, bytes: usize, flags: u32) -> Result<Self, CudaError> {
         device.current()?;
         // SAFETY: the context is current; the memory is freed in `drop`.
-        let pointer = unsafe { result::malloc_host(bytes.max(1), 0) }.during("allocate page-locked memory")?;
+        let pointer = unsafe { result::malloc_host(bytes.max(1), flags) }.during("allocate page-locked memory")?;
         Ok(Self { pointer: pointer.cast(), bytes, device: Arc::clone(device) })
     }
 
@@ -112,6 +116,41 @@ impl Drop for Pinned {
     }
 }
 
+/// Page-locked host memory with an address for kernels too, freed when dropped.
+pub(super) struct Mapped {
+    memory: Pinned,
+    address: sys::CUdeviceptr,
+}
+
+impl Mapped {
+    /// Allocates.
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        let memory = Pinned::with_flags(device, bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE)?;
+        let mut address = 0;
+        // SAFETY: writes one address; the memory was just allocated as mapped.
+        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, memory.pointer.cast(), 0) }
+            .result()
+            .during("map page-locked memory")?;
+        Ok(Self { memory, address })
+    }
+
+    /// Address of a byte inside, for kernels.
+    pub fn at(&self, at_bytes: usize) -> u64 {
+        debug_assert!(at_bytes <= self.memory.bytes);
+        self.address + at_bytes as u64
+    }
+
+    /// The bytes.
+    pub fn as_mut(&mut self) -> &mut [u8] {
+        self.memory.as_mut()
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        self.memory.as_slice()
+    }
+}
+
 /// A point in the order of the kernels.
 pub(super) struct Event {
     event: sys::CUevent,
@@ -134,6 +173,14 @@ impl Event {
         self.device.current()?;
         // SAFETY: event and stream live.
         unsafe { result::event::record(self.event, stream) }.during("record an event")
+    }
+
+    /// Makes everything put into a stream from now on wait for it; nothing waits for an event that was never recorded.
+    pub fn gate(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+        self.device.current()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: event and stream live.
+        unsafe { result::stream::wait_event(stream, self.event, flags) }.during("wait for an event")
     }
 
     /// Waits for it.

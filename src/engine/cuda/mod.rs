@@ -4,6 +4,7 @@
 //! ([`super::parity`]); `kernels/README.md` has the contracts of the fast kernels, `kernels/plain.cu` the plain ones.
 
 mod blocks;
+pub mod budget;
 pub mod device;
 mod exec;
 mod fast;
@@ -16,10 +17,13 @@ mod memory;
 pub mod module;
 mod pages;
 mod plain;
-pub mod vram;
+pub mod routing;
+pub mod slots;
+mod transfer;
 
 pub use device::{CudaError, Device, Properties};
 pub use load::LoadError;
+pub use pages::PAGE_TOKENS;
 pub use plain::Kind;
 
 use super::{Batch, EngineError, Event};
@@ -29,39 +33,54 @@ use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::rope;
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
+use crate::tiers::{self, Policy, VramPlan};
 use blocks::Ran;
 use fast::Fast;
 use fuse::Group;
 use graph::Decode;
 use launch::DECODE_TOK;
-use load::{Layout, Store};
+use load::{Layout, Residency, Store};
 use memory::{Buffer, aligned};
 use module::{Module, PROGRAMS};
-use pages::{PAGE_TOKENS, PageTable};
+use pages::PageTable;
 use plain::Plain;
+use routing::Routing;
+use slots::Tiers;
 use std::cell::OnceCell;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use vram::{Needs, VramPlan};
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
 pub const PLANNED_TOK: usize = 512;
 /// Tokens that pass through the experts at a time.
 const EXPERTS_TOK: usize = 512;
-/// Memory left to the driver, the display and other programs.
-const RESERVE_BYTES: u64 = 512 << 20;
+/// Tokens that the caches of all sequences hold before further experts get memory.
+const CACHE_TOK: usize = 4096;
 /// Largest value and latent widths of the plain attention kernels.
 const MAX_HEAD: usize = 256;
 const MAX_LATENT: usize = 512;
 const MAX_LATENT_KEY: usize = 640;
 
 /// Choices of the caller.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Which device.
     pub index: usize,
-    /// Most bytes of its memory to use; `None`: all that is free.
+    /// Most bytes of its memory to use, the driver's own included; `None`: all that is free.
     pub budget_bytes: Option<u64>,
+    /// Most bytes of page-locked host memory for experts; all have a copy there where not all have a slot.
+    pub host_bytes: u64,
+    /// How often a profile saw each expert used, `[layers with routers][E]`; empty without one.
+    pub visits: Vec<Vec<u64>>,
+    /// Slots of each layer with a router; `None`: as many as the budget allows.
+    pub expert_slots: Option<usize>,
+    /// Who stays in the slots; `None`: LRFU by the shape of each layer.
+    pub policy: Option<Policy>,
+    /// Bytes a second of a slower link to imitate while decoding.
+    pub link_limit: Option<f64>,
+    /// Tokens that the caches of all sequences together shall hold, if need be in place of experts.
+    pub cache_tok: usize,
     /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
     pub cache: Kind,
     /// Which kernels.
@@ -80,7 +99,18 @@ pub enum Kernels {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { index: 0, budget_bytes: None, cache: Kind::Bf16, kernels: Kernels::Fast }
+        Self {
+            index: 0,
+            budget_bytes: None,
+            host_bytes: u64::MAX,
+            visits: Vec::new(),
+            expert_slots: None,
+            policy: None,
+            link_limit: None,
+            cache_tok: CACHE_TOK,
+            cache: Kind::Bf16,
+            kernels: Kernels::Fast,
+        }
     }
 }
 
@@ -105,6 +135,8 @@ pub struct Engine {
     work: Workspace,
     batch: BatchBuffers,
     decode: Decode,
+    /// Choices that decode steps make instead of the routers', by layer: the script, its place, its steps and rows.
+    scripts: HashMap<u32, (Buffer, Buffer, usize, usize)>,
     /// The batch whose keys are not yet counted.
     pending: Option<Vec<(SeqId, usize)>>,
     /// Buffers copied to the host since the last step.
@@ -272,25 +304,28 @@ impl Engine {
     ) -> Result<Self, LoadError> {
         let spec = weights.spec().clone();
         let layout = Layout::of_weights(&weights);
-        let start = Start::new(&spec, &layout, options)?;
+        let start = Start::new(&spec, &layout, &options)?;
         planned(
             &start.vram,
             weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum(),
         );
-        let store = Store::load(&start.device, &weights, layout, loaded)?;
+        let store = Store::load(&start.device, &weights, layout, &start.residency, loaded)?;
         Ok(Self::assemble(start, Some(weights), spec, store, options)?)
     }
 
-    /// A model of random weights, made on the device; `format` says how each matrix of so many columns is stored.
+    /// A model of random weights, made on the device; `format` says how each matrix of so many columns is stored, `planned` sees
+    /// the plan of the memory before anything is made.
     pub fn random(
         spec: &ModelSpec,
         format: &dyn Fn(TensorId, usize) -> Format,
         seed: u64,
         options: Options,
+        planned: &mut dyn FnMut(&VramPlan),
     ) -> Result<Self, CudaError> {
         let layout = Layout::of_spec(spec, format);
-        let start = Start::new(spec, &layout, options)?;
-        let store = Store::random(&start.device, &start.plain, spec, layout, seed)?;
+        let start = Start::new(spec, &layout, &options)?;
+        planned(&start.vram);
+        let store = Store::random(&start.device, &start.plain, spec, layout, &start.residency, seed)?;
         Self::assemble(start, None, spec.clone(), store, options)
     }
 
@@ -301,7 +336,7 @@ impl Engine {
         store: Store,
         options: Options,
     ) -> Result<Self, CudaError> {
-        let Start { device, plain, fast, plan, vram } = start;
+        let Start { device, plain, fast, plan, vram, residency: _ } = start;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
         let element = if options.cache == Kind::F32 { 4 } else { 2 };
@@ -342,6 +377,7 @@ impl Engine {
             work,
             batch,
             decode,
+            scripts: HashMap::new(),
             pending: None,
             host: Default::default(),
         })
@@ -370,6 +406,31 @@ impl Engine {
     /// Where the memory went.
     pub fn vram(&self) -> &VramPlan {
         &self.vram
+    }
+
+    /// Where experts are that do not fit on the device; `None` if all do.
+    pub fn tiers(&self) -> Option<&Tiers> {
+        self.store.tiers()
+    }
+
+    /// Makes decode steps of up to `rows` sequences choose experts in this way for `steps` steps, then again from the start;
+    /// `None`: the routers choose.
+    pub fn set_routing(&mut self, routing: Option<&Routing>, rows: usize, steps: usize) -> Result<(), CudaError> {
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        self.scripts.clear();
+        let Some(routing) = routing else { return Ok(()) };
+        let moe = self.spec.layers.iter().enumerate().filter_map(|(l, layer)| match &layer.ffn {
+            Ffn::Moe(m) => Some((l as u32, m.router)),
+            Ffn::Dense { .. } => None,
+        });
+        let moe: Vec<_> = moe.collect();
+        for (index, (layer, router)) in moe.iter().enumerate() {
+            let script = routing::script(routing, (index, moe.len()), router.experts, router.top_k, rows, steps);
+            let script = (Buffer::from_slice(&self.device, &script)?, Buffer::from_slice(&self.device, &[0u32])?, steps, rows);
+            self.scripts.insert(*layer, script);
+        }
+        Ok(())
     }
 
     /// Bytes that one tensor takes on the device.
@@ -645,38 +706,36 @@ struct Start {
     fast: Fast,
     plan: Plan,
     vram: VramPlan,
+    residency: Residency,
 }
 
 impl Start {
-    fn new(spec: &ModelSpec, layout: &Layout, options: Options) -> Result<Self, CudaError> {
+    fn new(spec: &ModelSpec, layout: &Layout, options: &Options) -> Result<Self, CudaError> {
         check(spec)?;
         let device = Device::open(options.index)?;
         let plan = plan::plan(spec);
-        let element = if options.cache == Kind::F32 { 4 } else { 2 };
-        let row: usize = spec
-            .layers
-            .iter()
-            .map(|layer| match &layer.attn {
-                Attn::Gqa(a) => 2 * a.kv_heads * a.head_dim,
-                Attn::Mla(a) => a.kv_rank + a.rope,
-            })
-            .sum();
-        let context = spec.max_positions.div_ceil(PAGE_TOKENS) as u64;
-        let needs = Needs {
-            weights: layout.by_component.clone(),
-            page_bytes: (PAGE_TOKENS * row * element) as u64,
-            min_pages: context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64),
-            max_pages: (64 * context).clamp(1 << 10, 1 << 14),
-            workspace_bytes: Workspace::planned_bytes(&plan, spec, PLANNED_TOK),
+        let needs = budget::needs(spec, &plan, layout, options);
+        let free = device.memory()?.0;
+        let budget_bytes = options.budget_bytes.unwrap_or(free).min(free);
+        let small = |e: tiers::TooSmall| CudaError::Budget { smallest_bytes: e.smallest_bytes, budget_bytes };
+        let mut vram = tiers::plan::plan(&needs, budget_bytes, options.host_bytes).map_err(small)?;
+        if let Some(slots) = options.expert_slots {
+            vram = tiers::plan::with_slots(&needs, slots, budget_bytes, options.host_bytes).map_err(small)?;
+        }
+        if vram.host_bytes < vram.needed_host_bytes {
+            let (needed_bytes, had_bytes) = (vram.needed_host_bytes, vram.host_bytes);
+            return Err(CudaError::PageLocked { needed_bytes, had_bytes, error: "no more is allowed".into() });
+        }
+        let residency = Residency {
+            layers: needs.layers,
+            slots: (options.expert_slots.is_some() || vram.offloaded_bytes > 0).then(|| vram.slots.clone()),
+            policy: options.policy,
+            link_limit: options.link_limit,
         };
-        let free = device.memory()?.0.saturating_sub(RESERVE_BYTES);
-        let budget = options.budget_bytes.unwrap_or(free).min(free);
-        let vram = vram::plan(&needs, budget)
-            .map_err(|e| CudaError::Memory { needed: memory::gigabytes(e.smallest_bytes), free: memory::gigabytes(budget) })?;
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;
         let fast = Fast::load(&device, &layout.forms())?;
-        Ok(Self { device, plain, fast, plan, vram })
+        Ok(Self { device, plain, fast, plan, vram, residency })
     }
 }
 

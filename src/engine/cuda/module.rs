@@ -56,6 +56,7 @@ pub const PROGRAMS: &[Source] = &[
     source!("moe.cu", "w16"),
     source!("attention.cu"),
     source!("rows.cu"),
+    source!("tiers.cu"),
 ];
 /// Files they include.
 pub const HEADERS: &[Source] = &[

@@ -1,0 +1,26 @@
+//! Where a model's bytes may lie; typed the same way in every command that runs one on a GPU.
+
+use clap::Args;
+use std::path::PathBuf;
+
+/// Memory of the GPU and of the host.
+#[derive(Clone, Debug, Default, Args)]
+pub struct MemoryArgs {
+    /// Most GPU memory to use, what the driver takes included, e.g. 24GiB (default: all that is free).
+    #[arg(long, value_name = "SIZE")]
+    pub vram_budget: Option<String>,
+    /// Most page-locked host memory for the experts, e.g. 48GiB; where the GPU does not hold all, all need room there (default:
+    /// enough for all).
+    #[arg(long, value_name = "SIZE")]
+    pub host_budget: Option<String>,
+    /// List of hot experts, which the GPU shall hold first (default: hot_experts.json in the model's directory, if there is one).
+    #[arg(long, value_name = "FILE")]
+    pub hot: Option<PathBuf>,
+}
+
+impl MemoryArgs {
+    /// Whether anything was typed.
+    pub fn is_given(&self) -> bool {
+        self.vram_budget.is_some() || self.host_budget.is_some() || self.hot.is_some()
+    }
+}

@@ -1,0 +1,255 @@
+//! Experts outside of the GPU's memory change nothing but the time: logits and tokens have the same bits with any number of slots.
+//!
+//! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`.
+
+use moe::artifact::weights::Weights;
+use moe::engine::cuda::routing::Routing;
+use moe::engine::cuda::slots::Twin;
+use moe::engine::cuda::{Device, Engine, Kernels, Options};
+use moe::engine::{Batch, Engine as AnyEngine, Event, Rows, first_max};
+use moe::ids::{Role, SeqId};
+use moe::model::family;
+use moe::model::plan::Slot;
+use moe::model::spec::{Ffn, ModelSpec};
+use moe::quant::format::Format;
+use moe::tiers::{Layer, Policy};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+/// One model on the device at a time.
+static DEVICE: Mutex<()> = Mutex::new(());
+
+fn has_gpu() -> bool {
+    match Device::open(0) {
+        Ok(_) => true,
+        Err(reason) => {
+            assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
+            println!("SKIPPED: {reason}");
+            false
+        }
+    }
+}
+
+fn tiny(options: Options) -> Engine {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny");
+    let weights = Arc::new(Weights::open(&dir).unwrap());
+    Engine::open(weights, options, &mut |_, _| (), &mut |_| ()).unwrap()
+}
+
+/// Many experts in int4, in the shape of a small Qwen3.
+fn many(experts: usize, top_k: usize) -> ModelSpec {
+    shape(experts, top_k, 512, 256)
+}
+
+fn shape(experts: usize, top_k: usize, width: usize, inner: usize) -> ModelSpec {
+    let config = serde_json::json!({
+        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": width, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "vocab_size": 1009, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": false, "rope_theta": 10000.0, "num_experts": experts, "num_experts_per_tok": top_k,
+        "moe_intermediate_size": inner, "intermediate_size": 512, "norm_topk_prob": true,
+    });
+    family::read(&config).unwrap().1
+}
+
+fn random(spec: &ModelSpec, options: Options) -> Engine {
+    let format = |id: moe::ids::TensorId, _: usize| match id.role {
+        Role::ExpertGate | Role::ExpertUp | Role::ExpertDown => Format::INT4_G128,
+        _ => Format::Source,
+    };
+    Engine::random(spec, &format, 5, options, &mut |_| ()).unwrap()
+}
+
+/// Bits of the logits of prompts and continuations of one to eight sequences, and the tokens that were chosen.
+#[derive(Debug, PartialEq, Eq)]
+struct Found {
+    logits: Vec<u32>,
+    tokens: Vec<u32>,
+}
+
+fn run(engine: Engine) -> (Found, Engine) {
+    let mut engine = AnyEngine::from(engine);
+    let vocab = engine.spec().vocab;
+    let mut found = Found { logits: Vec::new(), tokens: Vec::new() };
+    let keep = |engine: &AnyEngine, found: &mut Found| {
+        let logits = engine.slot(Slot::Logits).unwrap();
+        assert!(logits.iter().all(|x| x.is_finite()));
+        found.logits.extend(logits.iter().map(|x| x.to_bits()));
+        logits.chunks_exact(vocab).map(first_max).collect::<Vec<u32>>()
+    };
+    for batch in [1, 2, 3, 4, 8] {
+        let seqs: Vec<SeqId> = (0..batch).map(SeqId).collect();
+        let mut last = Vec::new();
+        for &seq in &seqs {
+            let len = [70, 5, 200, 1][seq.0 as usize % 4];
+            let prompt: Vec<u32> = (0..len).map(|i| (i * 7 + seq.0 * 131 + 3) % vocab as u32).collect();
+            let mut pass = Batch::default();
+            pass.push(seq, 0, &prompt, Rows::Last, 512);
+            engine.pass(&pass).unwrap();
+            last.extend(keep(&engine, &mut found));
+        }
+        let mut newest = last.clone();
+        let mut on = |chosen: &[u32]| {
+            found.tokens.extend_from_slice(chosen);
+            newest = chosen.to_vec();
+            ControlFlow::Continue(())
+        };
+        engine.greedy(&seqs, &last, 20, 512, &mut on).unwrap();
+        let mut pass = Batch::default();
+        for (&seq, &token) in seqs.iter().zip(&newest) {
+            pass.push(seq, engine.cached(seq), &[token], Rows::Last, 512);
+        }
+        engine.pass(&pass).unwrap();
+        keep(&engine, &mut found);
+        seqs.iter().for_each(|&s| engine.release(s));
+    }
+    match engine {
+        AnyEngine::Cuda(engine) => (found, *engine),
+        AnyEngine::Cpu(_) => unreachable!("it was opened on a GPU"),
+    }
+}
+
+/// Exact. Fails if a slot is given to another expert while one of this step needs it, if a copy is a byte short, or if addresses do
+/// not follow a move.
+fn same_with_any_slots(open: &dyn Fn(Options) -> Engine, slots: &[usize], kernels: Kernels) {
+    let options = Options { kernels, ..Options::default() };
+    let (expected, whole) = run(open(options.clone()));
+    assert!(whole.tiers().is_none());
+    drop(whole);
+    assert!(!expected.tokens.is_empty());
+    for &n in slots {
+        let (found, engine) = run(open(Options { expert_slots: Some(n), ..options.clone() }));
+        let traffic = engine.tiers().unwrap().take_traffic().unwrap();
+        println!("{n} slots, {kernels:?}: hits {:.3}, {traffic:?}", traffic.hit_rate());
+        assert!(found == expected, "{n} slots, {kernels:?}");
+    }
+}
+
+#[test]
+fn a_small_model_is_the_same_with_any_slots() {
+    if has_gpu() {
+        let _one = DEVICE.lock().unwrap();
+        same_with_any_slots(&tiny, &[1, 2, 4, 7, 8], Kernels::Fast);
+    }
+}
+
+#[test]
+fn plain_kernels_are_the_same_with_any_slots() {
+    if has_gpu() {
+        let _one = DEVICE.lock().unwrap();
+        same_with_any_slots(&tiny, &[1, 3], Kernels::Plain);
+    }
+}
+
+#[test]
+fn many_experts_are_the_same_with_any_slots() {
+    if has_gpu() {
+        let _one = DEVICE.lock().unwrap();
+        let spec = many(64, 8);
+        same_with_any_slots(&|o| random(&spec, o), &[1, 8, 32, 63, 64], Kernels::Fast);
+        let spec = many(512, 10);
+        same_with_any_slots(&|o| random(&spec, o), &[10, 160], Kernels::Fast);
+    }
+}
+
+/// A layer of 207 MB passes through half a ring of 134 MB in two waves.
+#[test]
+fn prompts_are_the_same_in_several_waves() {
+    if has_gpu() {
+        let _one = DEVICE.lock().unwrap();
+        let spec = shape(128, 8, 1024, 1024);
+        same_with_any_slots(&|o| random(&spec, o), &[8, 40], Kernels::Fast);
+    }
+}
+
+/// The kernel follows the rule of its host twin. Exact; fails if decay, rise, or the order of equal experts differ.
+#[test]
+fn slots_hold_what_the_rule_says() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = DEVICE.lock().unwrap();
+    let spec = many(64, 8);
+    for policy in [Policy::Static, Policy::Lru, Policy::Lfu, Policy::Lrfu { shift: 2 }, Policy::Lrfu { shift: 6 }] {
+        follows_the_rule(&spec, policy);
+    }
+}
+
+fn follows_the_rule(spec: &ModelSpec, policy: Policy) {
+    let mut engine = random(spec, Options { expert_slots: Some(20), policy: Some(policy), ..Options::default() });
+    let layer = Layer { experts: 64, top_k: 8, slot_bytes: 0, visits: Vec::new() };
+    let mut twins: Vec<Twin> = spec.layers.iter().map(|_| Twin::new(policy, &layer, 20)).collect();
+    let mut moved = 0;
+    for step in 0..40u32 {
+        let mut batch = Batch::default();
+        let seqs = 1 + step % 3;
+        for seq in 0..seqs {
+            batch.push(SeqId(seq), engine.cached(SeqId(seq)), &[(step * 37 + seq * 11) % 1009], Rows::Last, 512);
+        }
+        let mut see = |event: Event<'_>| {
+            let Event::Routed { layer, experts, .. } = event;
+            moved += twins[layer.0 as usize].step(experts);
+        };
+        engine.forward(&batch, Some(&mut see)).unwrap();
+        for (l, twin) in twins.iter().enumerate() {
+            let residents = engine.tiers().unwrap().residents(l as u32).unwrap();
+            assert_eq!(residents, twin.owner(), "{policy:?}, step {step}, layer {l}");
+        }
+    }
+    let traffic = engine.tiers().unwrap().take_traffic().unwrap();
+    assert_eq!(moved as u64, traffic.fetched + traffic.direct);
+    assert!(moved > 100, "{policy:?}: {moved}");
+}
+
+/// Choices made beforehand are what a decode step uses, and they repeat as asked: with a slot for each of the last two tokens'
+/// experts, nothing that repeats is fetched again. 8 of 64 experts, 200 steps, 3 layers: 4800 choices of probability 0.5, standard
+/// deviation 0.007; four of them. Some of the others are still in a slot, at most 8 of 56.
+#[test]
+fn routing_made_beforehand_is_followed() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = DEVICE.lock().unwrap();
+    let spec = many(64, 8);
+    let mut engine = random(&spec, Options { expert_slots: Some(16), policy: Some(Policy::Lru), ..Options::default() });
+    engine.set_routing(Some(&Routing::Local(0.5)), 1, 200).unwrap();
+    let mut batch = Batch::default();
+    batch.push(SeqId(0), 0, &[1, 2, 3], Rows::Last, 512);
+    engine.pass(&batch).unwrap();
+    engine.tiers().unwrap().take_traffic().unwrap();
+    engine.greedy(&[SeqId(0)], &[4], 200, 512, &mut |_| ControlFlow::Continue(())).unwrap();
+    let traffic = engine.tiers().unwrap().take_traffic().unwrap();
+    assert_eq!((traffic.steps, traffic.chosen), (600, 4800));
+    let hits = traffic.hit_rate();
+    assert!(hits > 0.5 - 0.03 && hits < 0.5 + 0.5 * 8.0 / 56.0 + 0.03, "{hits}");
+    let layers = spec.layers.iter().filter(|l| matches!(l.ffn, Ffn::Moe(_))).count();
+    assert_eq!(layers, 3);
+}
+
+/// A slower link is imitated: as many bytes as were counted take at least their time.
+#[test]
+fn a_limited_link_is_no_faster() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = DEVICE.lock().unwrap();
+    let spec = many(64, 8);
+    let limit = 1e9;
+    let (_, engine) = run(random(&spec, Options { expert_slots: Some(8), link_limit: Some(limit), ..Options::default() }));
+    let traffic = engine.tiers().unwrap().take_traffic().unwrap();
+    assert!(traffic.bytes > 0 && traffic.stall_ns as f64 >= 0.99 * traffic.bytes as f64 / limit * 1e9, "{traffic:?}");
+}
+
+/// What is too little for one slot a layer is refused, and the refusal says what is needed.
+#[test]
+fn a_budget_under_the_minimum_is_refused() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = DEVICE.lock().unwrap();
+    let spec = many(64, 8);
+    let format = |_: moe::ids::TensorId, _: usize| Format::Source;
+    let refused = Engine::random(&spec, &format, 5, Options { budget_bytes: Some(1 << 20), ..Options::default() }, &mut |_| ());
+    let error = refused.err().expect("a megabyte is too little").to_string();
+    assert!(error.contains("the smallest that works is"), "{error}");
+}
