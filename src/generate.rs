@@ -1,6 +1,6 @@
 //! The loop that turns a prompt into tokens: prefill in chunks, then decode, sample, stop. Knows ids, not text.
 
-use crate::engine::{Batch, Engine, EngineError, Rows};
+use crate::engine::{Batch, Engine, EngineError, Event, Rows};
 use crate::ids::SeqId;
 use crate::sample::{SampleError, Sampler};
 use std::ops::ControlFlow;
@@ -67,14 +67,19 @@ pub enum GenerateError {
     EmptyPrompt,
 }
 
+/// What sees the routers of a generation.
+pub type Watcher<'a> = &'a mut dyn FnMut(Event<'_>);
+
 /// Continues `history` of sequence `seq`, of which the engine has cached a prefix, and appends to it. `on` sees every new
-/// token and may stop; it is also asked with `None` between chunks of the prompt.
+/// token and may stop; it is also asked with `None` between chunks of the prompt. `watch` sees the routers, for which a GPU takes
+/// slower kernels.
 pub fn generate(
     engine: &mut Engine,
     seq: SeqId,
     history: &mut Vec<u32>,
     sampler: &mut Sampler,
     limits: &Limits<'_>,
+    mut watch: Option<Watcher<'_>>,
     on: &mut dyn FnMut(Option<u32>) -> ControlFlow<()>,
 ) -> Result<Outcome, GenerateError> {
     let start = Instant::now();
@@ -91,7 +96,7 @@ pub fn generate(
     };
     let mut at = cached;
     while history.len() - at > PREFILL_CHUNK {
-        pass(engine, seq, at, &history[at..at + PREFILL_CHUNK], Rows::None, limits.context)?;
+        pass(engine, seq, at, &history[at..at + PREFILL_CHUNK], Rows::None, limits.context, &mut watch)?;
         at += PREFILL_CHUNK;
         if on(None).is_break() {
             return Ok(Outcome { finish: Finish::Stopped, ..outcome });
@@ -99,7 +104,7 @@ pub fn generate(
     }
     let most = limits.max_tokens.min(limits.context.saturating_sub(history.len()));
     while outcome.generated_tok < most {
-        pass(engine, seq, at, &history[at..], Rows::Last, limits.context)?;
+        pass(engine, seq, at, &history[at..], Rows::Last, limits.context, &mut watch)?;
         at = history.len();
         let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits)?, history)?;
         outcome.generated_tok += 1;
@@ -121,8 +126,19 @@ pub fn generate(
     Ok(outcome)
 }
 
-fn pass(engine: &mut Engine, seq: SeqId, start: usize, tokens: &[u32], rows: Rows, context: usize) -> Result<(), EngineError> {
+fn pass(
+    engine: &mut Engine,
+    seq: SeqId,
+    start: usize,
+    tokens: &[u32],
+    rows: Rows,
+    context: usize,
+    watch: &mut Option<Watcher<'_>>,
+) -> Result<(), EngineError> {
     let mut batch = Batch::default();
     batch.push(seq, start, tokens, rows, context);
-    engine.pass(&batch)
+    match watch {
+        Some(watch) => engine.forward(&batch, watch).map(drop),
+        None => engine.pass(&batch),
+    }
 }

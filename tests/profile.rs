@@ -246,3 +246,30 @@ fn a_list_or_tokenizer_of_another_model() {
     std::fs::write(&tokenizer, value.to_string()).unwrap();
     refused(dir.path(), &model, &few, &["2049 entries", "2048"]);
 }
+
+/// What `moe run` saw is a list that `--merge` takes, and a second run adds to it. Integers, exact: visits are two a token and layer.
+/// Fails if a chunk of the prompt or the decoded tokens go uncounted.
+#[test]
+fn a_run_adds_what_it_saw_to_a_list() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = tiny();
+    let run = |prompt: &str| -> Value {
+        let mut command = Command::cargo_bin("moe").unwrap();
+        command.current_dir(dir.path()).arg("run").arg(&model).args(["-p", prompt, "--device", "cpu", "-n", "8", "--json", "-q"]);
+        let out = command.args(["--temperature", "0", "--update-profile", "seen.json"]).output().unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        serde_json::from_slice(&out.stdout).unwrap()
+    };
+    // The last token is not computed. The second prompt is longer than a chunk of 256 tokens.
+    let tokens = |v: Value| v["prompt_tok"].as_u64().unwrap() + v["generated_tok"].as_u64().unwrap() - 1;
+    let first = tokens(run("The water flows"));
+    let both = first + tokens(run(&"Count the sheep and the goats. ".repeat(60)));
+    assert!(both > first + 256, "{both}");
+    let list = HotExperts::read(&dir.path().join("seen.json")).unwrap();
+    assert_eq!((list.tasks.len(), list.tasks[0].samples, list.tasks[0].tokens), (1, 2, both));
+    assert!(list.layers.iter().all(|l| l.counts.iter().sum::<u64>() == 2 * both && l.coverage >= 0.85));
+    let ran = profile(dir.path(), &model, &["--task", "qa", "--samples", "4", "-q", "--merge", "seen.json", "-o", "merged.json"]);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let merged = HotExperts::read(&dir.path().join("merged.json")).unwrap();
+    assert_eq!(merged.tasks.iter().map(|t| t.name.as_str()).collect::<Vec<_>>(), ["qa", "run"]);
+}

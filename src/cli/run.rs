@@ -45,6 +45,10 @@ pub struct RunArgs {
     /// Stop when this text appears; repeatable.
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
+    /// Count the experts used and add them to this list of hot experts, for `moe profile-experts --merge`; on a GPU this takes
+    /// slower kernels.
+    #[arg(long, value_name = "FILE")]
+    pub update_profile: Option<PathBuf>,
     /// Where to compute.
     #[arg(long, value_enum, default_value_t)]
     pub device: Device,
@@ -70,6 +74,7 @@ impl RunArgs {
             repeat_penalty: None,
             seed: None,
             stop: Vec::new(),
+            update_profile: None,
             device,
             memory: MemoryArgs::default(),
         }

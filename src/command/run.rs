@@ -1,10 +1,11 @@
 //! `moe run`: a prompt, a file, a pipe or a conversation, continued.
 
+use super::profile_experts::Watch;
 use super::{Asked, Interrupt, Status, UserError, measure, open_engine};
 use crate::cli::RunArgs;
-use crate::engine::Engine;
+use crate::engine::{Engine, Event};
 use crate::files;
-use crate::generate::{self, Finish, Limits, Outcome};
+use crate::generate::{self, Finish, Limits, Outcome, Watcher};
 use crate::ids::SeqId;
 use crate::report::{Out, bytes};
 use crate::sample::{Sampler, SamplerConfig};
@@ -24,6 +25,7 @@ struct Session {
     max_tokens: usize,
     max_positions: usize,
     interrupted: Interrupt,
+    watch: Option<Watch>,
     out: Out,
 }
 
@@ -31,10 +33,14 @@ struct Session {
 pub fn run(args: &RunArgs, out: Out) -> Result<Status> {
     let mut session = open(args, out)?;
     if args.chat {
-        return converse(&mut session, args.prompt.as_deref());
+        converse(&mut session, args.prompt.as_deref())?;
+    } else {
+        let report = complete(&mut session, args)?;
+        out.json(&report)?;
     }
-    let report = complete(&mut session, args)?;
-    out.json(&report)?;
+    if let Some(watch) = &session.watch {
+        watch.write()?;
+    }
     Ok(Status::Done)
 }
 
@@ -50,6 +56,10 @@ pub fn report(args: &RunArgs, out: Out) -> Result<Value> {
 fn open(args: &RunArgs, out: Out) -> Result<Session> {
     let asked = Asked { device: args.device, memory: &args.memory, cache_tok: None, batch: 1 };
     let engine = open_engine(&args.model, &asked, out)?;
+    let watch = match (&args.update_profile, engine.weights()) {
+        (Some(path), Some(weights)) => Some(Watch::open(path, &args.model, weights)?),
+        _ => None,
+    };
     let tokenizer = measure::tokenizer(&args.model, engine.spec())?;
     let defaults = GenerationConfig::open(&args.model)?;
     let sampler = sampler(args, &defaults, out)?;
@@ -63,6 +73,7 @@ fn open(args: &RunArgs, out: Out) -> Result<Session> {
         stop: args.stop.clone(),
         max_tokens: args.max_tokens,
         interrupted: Interrupt::install()?,
+        watch,
         out,
     })
 }
@@ -121,7 +132,7 @@ fn complete(session: &mut Session, args: &RunArgs) -> Result<Value> {
     }))
 }
 
-fn converse(session: &mut Session, first: Option<&str>) -> Result<Status> {
+fn converse(session: &mut Session, first: Option<&str>) -> Result<()> {
     if !session.tokenizer.has_chat_template() {
         return Err(UserError::new("this model has no chat template").hint("use -p TEXT to complete plain text").into());
     }
@@ -134,7 +145,7 @@ fn converse(session: &mut Session, first: Option<&str>) -> Result<Status> {
             Some(line) => line,
             None => match read_line(session)? {
                 Some(line) => line,
-                None => return Ok(Status::Done),
+                None => return Ok(()),
             },
         };
         messages.push(Message { role: "user".into(), content: line });
@@ -164,7 +175,7 @@ fn read_line(session: &Session) -> Result<Option<String>> {
 
 /// Continues `history`, printing as it goes; returns the text and what happened.
 fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outcome)> {
-    let Session { engine, tokenizer, sampler, eos, stop, interrupted, out, .. } = session;
+    let Session { engine, tokenizer, sampler, eos, stop, interrupted, watch, out, .. } = session;
     if history.len() >= session.max_positions {
         return Err(UserError::new(format!(
             "the prompt has {} tokens, but this model was made for at most {}",
@@ -186,7 +197,12 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
         }
     };
     engine.take_traffic()?;
-    let outcome = generate::generate(engine, SeqId(0), history, sampler, &limits, &mut |token| {
+    let mut see = watch.as_mut().map(|watch| {
+        watch.begin();
+        |event: Event<'_>| watch.see(event)
+    });
+    let watcher = see.as_mut().map(|see| see as Watcher<'_>);
+    let outcome = generate::generate(engine, SeqId(0), history, sampler, &limits, watcher, &mut |token| {
         if interrupted.pressed() {
             return ControlFlow::Break(());
         }

@@ -1,6 +1,9 @@
 //! `moe profile-experts`: which experts are hot, and an honest account of what holding them buys.
 
 mod report;
+mod watch;
+
+pub(super) use watch::Watch;
 
 use super::measure;
 use super::{Interrupt, Status, UserError, open_model};
@@ -106,7 +109,7 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     let model = identity(&args.model, &weights)?;
     let list = list_path(args);
     check_outputs(args, &list)?;
-    let old = args.merge.as_deref().map(|path| read_old(path, &weights, &model)).transpose()?;
+    let old = args.merge.as_deref().map(|path| read_old(path, &weights, &model, "--merge")).transpose()?;
     let expert_bytes = expert_bytes(&weights, shape, &layers);
     let rule = match budget {
         Some(budget) => Rule::Budget { budget, expert_bytes: expert_bytes.clone() },
@@ -200,7 +203,8 @@ fn check_outputs(args: &ProfileExpertsArgs, list: &Path) -> Result<(), UserError
 }
 
 /// An older list of the same model.
-fn read_old(path: &Path, weights: &Weights, model: &Model) -> Result<HotExperts> {
+fn read_old(path: &Path, weights: &Weights, model: &Model, option: &str) -> Result<HotExperts> {
+    let cure = || format!("{option} takes a hot_experts.json of this model");
     let read = || -> Result<HotExperts, HotError> {
         let old = HotExperts::read(path)?;
         old.check_model(path, weights.spec(), &weights.family().names)?;
@@ -208,11 +212,11 @@ fn read_old(path: &Path, weights: &Weights, model: &Model) -> Result<HotExperts>
     };
     let old = read().map_err(|e| match e {
         HotError::File(e) => anyhow::Error::from(e),
-        e => UserError::new(e.to_string()).hint("--merge takes a hot_experts.json of this model").into(),
+        e => UserError::new(e.to_string()).hint(cure()).into(),
     })?;
     if old.model.config_sha256 != model.config_sha256 {
         let message = format!("`{}` was made with another `config.json`, of `{}`", path.display(), old.model.name);
-        return Err(UserError::new(message).hint("--merge takes a hot_experts.json of this model").into());
+        return Err(UserError::new(message).hint(cure()).into());
     }
     Ok(old)
 }
@@ -419,21 +423,36 @@ fn hot_list(
             None => tasks.push(Task { name: o.name.clone(), samples: faded(o.samples), tokens: faded(o.tokens) }),
         }
     }
-    let e = trace.shape.experts;
     let coverage = routing::coverage_by_layer(&found.hot, &found.held_out);
-    let layers: Vec<Layer> = (0..trace.shape.layers)
-        .map(|l| Layer {
-            layer: trace.layers[l],
-            counts: found.fitted.layer(l).iter().map(|c| c.round() as u64).collect(),
-            weight_sums: found.fitted.weights[l * e..(l + 1) * e].to_vec(),
-            hot: found.hot[l].iter().map(|&id| id as u32).collect(),
-            coverage: coverage[l],
-        })
-        .collect();
-    let target_coverage = match rule {
+    let target = match rule {
         Rule::Coverage(target) => Some(*target),
         Rule::Budget { .. } => None,
     };
+    list_of(&found.fitted, &found.hot, &coverage, &trace.layers, tasks, target, model, weights)
+}
+
+/// A list of some counts; `coverage` is by layer.
+#[allow(clippy::too_many_arguments, reason = "a list has as many parts")]
+fn list_of(
+    counts: &Counts,
+    hot: &HotSet,
+    coverage: &[f64],
+    layers: &[u32],
+    tasks: Vec<Task>,
+    target_coverage: Option<f64>,
+    model: Model,
+    weights: &Weights,
+) -> HotExperts {
+    let e = counts.shape.experts;
+    let layers: Vec<Layer> = (0..counts.shape.layers)
+        .map(|l| Layer {
+            layer: layers[l],
+            counts: counts.layer(l).iter().map(|c| c.round() as u64).collect(),
+            weight_sums: counts.weights[l * e..(l + 1) * e].to_vec(),
+            hot: hot[l].iter().map(|&id| id as u32).collect(),
+            coverage: coverage[l],
+        })
+        .collect();
     let hot = hot::modules(&layers, &weights.family().names);
     HotExperts { version: hot::VERSION, model, tasks, target_coverage, layers, hot }
 }
