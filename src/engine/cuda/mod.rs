@@ -4,11 +4,13 @@
 //! ([`super::parity`]); `kernels/README.md` has the contracts of the fast kernels, `kernels/plain.cu` the plain ones.
 
 mod blocks;
+pub mod clocks;
 pub mod device;
 mod exec;
 mod fast;
 pub mod fuse;
 mod graph;
+mod latent;
 pub mod launch;
 mod load;
 pub mod measure;
@@ -16,6 +18,7 @@ mod memory;
 pub mod module;
 mod pages;
 mod plain;
+mod sampling;
 pub mod vram;
 
 pub use device::{CudaError, Device, Properties};
@@ -250,6 +253,7 @@ impl Widths {
                 Attn::Mla(a) => {
                     w.latent_q = w.latent_q.max(a.heads * (a.kv_rank + a.rope));
                     w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
+                    w.partial = w.partial.max(a.heads * (a.kv_rank + 4));
                 }
                 Attn::Gqa(a) => {
                     w.partial = w.partial.max(a.kv_heads * 16 * (a.head_dim + 4));
@@ -430,16 +434,35 @@ impl Engine {
         let vocab = self.spec.vocab;
         let (num_tok, rows) = (batch.tokens.len(), batch.logit_rows());
         if num_tok > self.work.capacity_tok || rows.len() > self.work.capacity_rows {
-            let (tok, rows) = (num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows));
-            self.device.synchronize()?;
-            self.decode.forget_graphs();
-            self.work = Workspace::new(&self.device, &self.plan, &self.spec, tok, rows)?;
+            self.grow(num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows))?;
         }
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = vocab;
         self.host = Default::default();
         self.pending = Some(batch.segments.iter().map(|s| (s.seq, s.start + s.len)).collect());
         self.describe(batch, &rows)
+    }
+
+    /// Makes the workspace larger, within the budget. Where there is no room it keeps its size and the engine goes on.
+    fn grow(&mut self, tok: usize, rows: usize) -> Result<(), EngineError> {
+        let bytes = |tok, rows| Workspace::planned_bytes(&self.plan, &self.spec, tok, rows);
+        let before = (self.work.capacity_tok, self.work.capacity_rows);
+        let total = self.vram.total_bytes - bytes(PLANNED_TOK, DECODE_TOK) + bytes(tok, rows);
+        if total > self.vram.budget_bytes {
+            let free = memory::gigabytes(self.vram.budget_bytes);
+            return Err(CudaError::Memory { needed: memory::gigabytes(total), free }.into());
+        }
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        let sized = |tok, rows| Workspace::new(&self.device, &self.plan, &self.spec, tok, rows);
+        // The old one goes first: both together may not fit.
+        self.work = sized(0, 0)?;
+        let (work, result) = match sized(tok, rows) {
+            Ok(work) => (work, Ok(())),
+            Err(error) => (sized(before.0, before.1)?, Err(error.into())),
+        };
+        self.work = work;
+        result
     }
 
     /// Uploads tokens, positions, page tables and rotations.
@@ -627,13 +650,13 @@ impl Workspace {
         slots.map(|s| plan.widths[s]).max().unwrap_or(0)
     }
 
-    fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize) -> u64 {
+    fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> u64 {
         let w = Widths::of(spec);
         let all: usize = plan.widths.iter().sum::<usize>() - plan.widths[Slot::Logits as usize];
         let pairs = tok.min(EXPERTS_TOK) * w.top_k;
         let floats = tok * (all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out) + pairs * spec.width;
         let planes = Planes::bytes(tok, Self::widest(plan) + spec.width) + Planes::bytes(pairs, w.inner);
-        let decode = DECODE_TOK * (spec.vocab + 2 * w.partial);
+        let decode = rows * spec.vocab + 2 * DECODE_TOK * w.partial;
         (4 * (floats + decode) + planes) as u64
     }
 }
@@ -667,7 +690,7 @@ impl Start {
             page_bytes: (PAGE_TOKENS * row * element) as u64,
             min_pages: context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64),
             max_pages: (64 * context).clamp(1 << 10, 1 << 14),
-            workspace_bytes: Workspace::planned_bytes(&plan, spec, PLANNED_TOK),
+            workspace_bytes: Workspace::planned_bytes(&plan, spec, PLANNED_TOK, DECODE_TOK),
         };
         let free = device.memory()?.0.saturating_sub(RESERVE_BYTES);
         let budget = options.budget_bytes.unwrap_or(free).min(free);

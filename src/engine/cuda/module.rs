@@ -48,7 +48,9 @@ pub const PROGRAMS: &[Source] = &[
     source!("router.cu"),
     source!("moe.cu"),
     source!("attention.cu"),
+    source!("latent.cu"),
     source!("rows.cu"),
+    source!("sample.cu"),
 ];
 /// Files they include.
 pub const HEADERS: &[Source] = &[
