@@ -163,12 +163,12 @@ mod tests {
     /// What `sample.cu` does to one row, in its order: the best, the histogram, a cut for each filter, the slice, the token.
     fn twin(logits: &[f32], row: &mut SampleRow) -> u32 {
         const LEAST: f32 = 40.0;
-        let key = |x: f32| if x.to_bits() >> 31 == 1 { !x.to_bits() } else { x.to_bits() | 1 << 31 };
+        let key = |x: f32| if x.to_bits() >> 31 == 1 { !x.to_bits() } else { x.to_bits() | (1 << 31) };
         let clean: Vec<f32> = logits.iter().map(|x| x + 0.0).collect();
         let best = (0..clean.len()).rev().max_by_key(|&v| key(clean[v])).unwrap();
         let exponent = |v: usize| (clean[v] - clean[best]) * row.scale;
         let bin = |v: usize| ((exponent(v) * -(SAMPLE_BINS as f32 / (LEAST + 1.0))) as usize).min(SAMPLE_BINS - 1);
-        let rank = |v: usize| u64::from(key(clean[best]) - key(clean[v])) << 32 | v as u64;
+        let rank = |v: usize| (u64::from(key(clean[best]) - key(clean[v])) << 32) | v as u64;
         let weight = |v: usize| crate::sample::weight(clean[v], clean[best], row.scale);
         let mass = |v: usize| Some(weight(v)).filter(|&w| w >= row.least).unwrap_or(0);
         let alive: Vec<usize> = (0..clean.len()).filter(|&v| exponent(v) >= -LEAST).collect();
@@ -202,8 +202,8 @@ mod tests {
         let total = total_to(limit);
         row.state = row.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = row.state;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^= z >> 31;
         let point = (((z >> 11) as f64 / (1u64 << 53) as f64 * total as f64) as u64).min(total - 1);
         let kept = |v: &usize| rank(*v) <= limit && exponent(*v) >= -LEAST;
