@@ -269,7 +269,7 @@ const BITS: i32 = 40;
 /// Weight of the best token. Sums over a vocabulary stay under 2^64.
 const ONE: u64 = 1 << BITS;
 /// Taylor coefficients of `2^x` from the sixth down: 1.2e-7 off at most for `|x| <= 1/2`.
-const EXP2: [f32; 7] = [0.000_154_035_3, 0.001_333_355_8, 0.009_618_129, 0.055_504_11, 0.240_226_5, 0.693_147_2, 1.0];
+const EXP2: [f32; 7] = [0.000_154_035_3, 0.001_333_355_8, 0.009_618_129, 0.055_504_11, 0.240_226_5, std::f32::consts::LN_2, 1.0];
 
 /// `2^((logit - best) scale)` in units of 2^-40; 0 under one unit. Single precision, no fused operation, as `kernels/sample.cu` has it.
 pub(crate) fn weight(logit: f32, best: f32, scale: f32) -> u64 {
