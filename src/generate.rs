@@ -1,6 +1,6 @@
 //! The loop that turns a prompt into tokens: prefill in chunks, then decode, sample, stop. Knows ids, not text.
 
-use crate::engine::{Batch, Engine, EngineError, Event, Rows};
+use crate::engine::{Batch, Engine, EngineError, Event, Rows, Turn};
 use crate::ids::SeqId;
 use crate::sample::{SampleError, Sampler};
 use std::ops::ControlFlow;
@@ -103,25 +103,43 @@ pub fn generate(
         }
     }
     let most = limits.max_tokens.min(limits.context.saturating_sub(history.len()));
-    while outcome.generated_tok < most {
-        pass(engine, seq, at, &history[at..], Rows::Last, limits.context, &mut watch)?;
-        at = history.len();
-        let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits)?, history)?;
+    if most == 0 {
+        return Ok(outcome);
+    }
+    pass(engine, seq, at, &history[at..], Rows::Last, limits.context, &mut watch)?;
+    let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits)?, history)?;
+    history.push(token);
+    let mut see = |token: u32| {
         outcome.generated_tok += 1;
         match outcome.generated_tok {
             1 => outcome.first_token = start.elapsed(),
             _ => outcome.decode = start.elapsed() - outcome.first_token,
         }
         if limits.eos.contains(&token) {
-            history.push(token);
             outcome.finish = Finish::Eos;
-            break;
+            return ControlFlow::Break(());
         }
-        history.push(token);
-        if on(Some(token)).is_break() {
+        let flow = on(Some(token));
+        if flow.is_break() {
             outcome.finish = Finish::Stopped;
+        }
+        flow
+    };
+    let mut going = see(token).is_continue();
+    if going && watch.is_none() {
+        let turn = Turn { seq, tokens: history, sampler };
+        engine.decode(&mut [turn], most - 1, limits.context, &mut |chosen| see(chosen[0]))?;
+        return Ok(outcome);
+    }
+    for _ in 1..most {
+        if !going {
             break;
         }
+        let newest = history.len() - 1;
+        pass(engine, seq, newest, &history[newest..], Rows::Last, limits.context, &mut watch)?;
+        let token = sampler.sample(engine.slot(crate::model::plan::Slot::Logits)?, history)?;
+        history.push(token);
+        going = see(token).is_continue();
     }
     Ok(outcome)
 }

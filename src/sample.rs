@@ -10,6 +10,10 @@
 //! 5. top-p: of what is left, renormalised, the smallest set of best tokens whose mass reaches `top_p` stays, never none
 //!    (Holtzman et al. 2019).
 //!
+//! Probabilities are weights relative to the best token, integers in units of 2^-40 made from single-precision operations in a fixed
+//! order. Sums of integers know no order, and a GPU that performs the same operations (`kernels/sample.cu`) keeps and draws the same
+//! tokens from the same logits and seed.
+//!
 //! transformers applies the same order but for min-p, which it puts after top-p; vLLM puts it before, as here. Either way
 //! the best token survives. Equal logits rank by token id, so cuts are exact in size and the same everywhere.
 
@@ -41,6 +45,21 @@ impl Default for SamplerConfig {
 }
 
 impl SamplerConfig {
+    /// Whether the best token is chosen whatever came before.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0 && self.repeat_penalty == 1.0
+    }
+
+    /// Factor from differences of logits to exponents of two, `log2(e) / temperature`; 0 for temperature 0.
+    pub fn scale(&self) -> f32 {
+        if self.temperature == 0.0 { 0.0 } else { (std::f32::consts::LOG2_E / self.temperature).min(f32::MAX) }
+    }
+
+    /// Least weight that min-p keeps.
+    pub fn least_weight(&self) -> u64 {
+        (f64::from(self.min_p.unwrap_or(0.0)) * ONE as f64).ceil() as u64
+    }
+
     /// Refuses values outside their ranges.
     pub fn validate(&self) -> Result<(), SampleError> {
         let refuse = |name, value: f32, expected| Err(SampleError::Config { name, value: value.to_string(), expected });
@@ -136,13 +155,25 @@ impl Sampler {
         &self.config
     }
 
+    /// State of the generator; each draw advances it by one.
+    pub fn state(&self) -> u64 {
+        self.random.0
+    }
+
+    /// Passes over `draws` draws that were made elsewhere from [`Sampler::state`] on.
+    pub fn skip(&mut self, draws: u64) {
+        if self.config.temperature != 0.0 {
+            self.random.0 = self.random.0.wrapping_add(SplitMix64::STEP.wrapping_mul(draws));
+        }
+    }
+
     /// The next token, given `logits` `[V]` and the tokens so far (prompt and answer), which only the penalty looks at.
     pub fn sample(&mut self, logits: &[f32], history: &[u32]) -> Result<u32, SampleError> {
         let len = logits.len();
         if let Some(index) = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY) {
             return Err(SampleError::NotFinite { index, len, value: logits[index] });
         }
-        if self.config.temperature == 0.0 && self.config.repeat_penalty == 1.0 {
+        if self.config.is_greedy() {
             let best = argmax(logits);
             return match logits.get(best) {
                 Some(&x) if x > f32::NEG_INFINITY => Ok(best as u32),
@@ -187,19 +218,19 @@ impl Sampler {
     }
 
     fn keep_min_p(&mut self, best: f32) {
-        if let Some(min_p) = self.config.min_p {
-            let temperature = self.config.temperature;
-            self.candidates.retain(|c| weight(c.logit, best, temperature) >= f64::from(min_p));
+        let (scale, least) = (self.config.scale(), self.config.least_weight());
+        if least > 0 {
+            self.candidates.retain(|c| weight(c.logit, best, scale) >= least);
         }
     }
 
     /// Sorts only as many of the best as the mass needs: a vocabulary has 10^5 tokens, a nucleus seldom 10^3.
     fn keep_top_p(&mut self, best: f32) {
         let Some(top_p) = self.config.top_p.filter(|p| *p < 1.0) else { return };
-        let temperature = self.config.temperature;
-        let total: f64 = self.candidates.iter().map(|c| weight(c.logit, best, temperature)).sum();
-        let goal = f64::from(top_p) * total;
-        let (mut mass, mut kept) = (0.0, 0);
+        let scale = self.config.scale();
+        let total: u64 = self.candidates.iter().map(|c| weight(c.logit, best, scale)).sum();
+        let goal = ((f64::from(top_p) * total as f64).ceil() as u64).clamp(1, total);
+        let (mut mass, mut kept) = (0, 0);
         while mass < goal && kept < self.candidates.len() {
             let rest = &mut self.candidates[kept..];
             let chunk = rest.len().min(256.max(kept));
@@ -208,7 +239,7 @@ impl Sampler {
             }
             rest[..chunk].sort_unstable_by(Candidate::rank);
             for c in &rest[..chunk] {
-                mass += weight(c.logit, best, temperature);
+                mass += weight(c.logit, best, scale);
                 kept += 1;
                 if mass >= goal {
                     break;
@@ -219,24 +250,41 @@ impl Sampler {
     }
 
     fn draw(&mut self, best: Candidate) -> u32 {
-        let temperature = self.config.temperature;
+        let scale = self.config.scale();
         // Filters leave an order that depends on how they select; a draw must depend on the set alone.
         self.candidates.sort_unstable_by_key(|c| c.id);
-        let total: f64 = self.candidates.iter().map(|c| weight(c.logit, best.logit, temperature)).sum();
-        let mut point = self.random.unit() * total;
-        for c in &self.candidates {
-            point -= weight(c.logit, best.logit, temperature);
-            if point < 0.0 {
-                return c.id;
-            }
-        }
-        best.id
+        let total: u64 = self.candidates.iter().map(|c| weight(c.logit, best.logit, scale)).sum();
+        let point = ((self.random.unit() * total as f64) as u64).min(total - 1);
+        let mut mass = 0;
+        let mut reaches = |c: &&Candidate| {
+            mass += weight(c.logit, best.logit, scale);
+            mass > point
+        };
+        self.candidates.iter().find(|c| reaches(c)).map_or(best.id, |c| c.id)
     }
 }
 
-/// Probability relative to the best token, so that no temperature overflows.
-fn weight(logit: f32, best: f32, temperature: f32) -> f64 {
-    ((f64::from(logit) - f64::from(best)) / f64::from(temperature)).exp()
+/// Bits of a weight after the point.
+const BITS: i32 = 40;
+/// Weight of the best token. Sums over a vocabulary stay under 2^64.
+const ONE: u64 = 1 << BITS;
+/// Taylor coefficients of `2^x` from the sixth down: 1.2e-7 off at most for `|x| <= 1/2`.
+const EXP2: [f32; 7] = [0.000_154_035_3, 0.001_333_355_8, 0.009_618_129, 0.055_504_11, 0.240_226_5, std::f32::consts::LN_2, 1.0];
+
+/// `2^((logit - best) scale)` in units of 2^-40; 0 under one unit. Single precision, no fused operation, as `kernels/sample.cu` has it.
+pub(crate) fn weight(logit: f32, best: f32, scale: f32) -> u64 {
+    // Adding and taking away 1.5 * 2^23 leaves the nearest integer.
+    const ROUND: f32 = 12_582_912.0;
+    let y = (logit - best) * scale;
+    if y < -(BITS as f32) {
+        return 0;
+    }
+    let n = (y + ROUND) - ROUND;
+    let x = y - n;
+    let p = EXP2[1..].iter().fold(EXP2[0], |p, c| p * x + c);
+    let mantissa = (p * (1 << 24) as f32) as u64;
+    let shift = BITS - 24 + n as i32;
+    if shift >= 0 { mantissa << shift } else { mantissa >> -shift }
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): one 64-bit state, full period, the same on every platform.
@@ -244,8 +292,10 @@ fn weight(logit: f32, best: f32, temperature: f32) -> f64 {
 struct SplitMix64(u64);
 
 impl SplitMix64 {
+    const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.0 = self.0.wrapping_add(Self::STEP);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -406,6 +456,34 @@ mod tests {
         assert_eq!(greedy.sample(&[1.0, 2.0], &[7]), Err(SampleError::History { id: 7, len: 2 }));
         let mut tiny = sampler(SamplerConfig { repeat_penalty: 1e-38, ..warm() });
         assert_eq!(tiny.sample(&[1e5, 1.0], &[0]).unwrap(), 0);
+    }
+
+    /// Weights against `exp` in double precision: an exponent of at most 40 comes of three roundings of at most 2^-19 each, which is
+    /// 4e-6 of the weight, beside the last unit. Trips if a coefficient is off in its fifth digit or the exponent is not rounded to nearest.
+    #[test]
+    fn weights_are_exponentials() {
+        for temperature in [0.3f32, 1.0, 7.0] {
+            let scale = SamplerConfig { temperature, ..warm() }.scale();
+            for i in 0..20_000 {
+                let logit = 3.0 - i as f32 * 0.001_37 * temperature;
+                let exact = ((f64::from(logit) - 3.0) / f64::from(temperature)).exp() * ONE as f64;
+                let found = weight(logit, 3.0, scale) as f64;
+                assert!((found - exact).abs() <= 4e-6 * exact + 1.0, "{logit} {temperature}: {found} {exact}");
+            }
+        }
+        assert_eq!((weight(5.0, 5.0, 0.1), weight(f32::NEG_INFINITY, 5.0, 0.1), weight(-3e38, 3e38, 1e30)), (ONE, 0, 0));
+    }
+
+    /// Draws made elsewhere leave the generator where draws made here would.
+    #[test]
+    fn skipped_draws_are_draws() {
+        let (mut here, mut there) = (sampler(warm()), sampler(warm()));
+        (0..5).for_each(|_| assert!(here.sample(&LOGITS, &[]).is_ok()));
+        there.skip(5);
+        assert_eq!(here.state(), there.state());
+        let mut cold = sampler(SamplerConfig { seed: 3, ..SamplerConfig::default() });
+        cold.skip(5);
+        assert_eq!(cold.state(), 3);
     }
 
     /// First outputs for seed 0 by the generator's published reference. Trips if a constant or a shift changes, which would

@@ -3,26 +3,31 @@
 use super::{Asked, Status, UserError, measure as parse, memory, open_engine_with, shape};
 use crate::calib::trace::Trace;
 use crate::cli::{BenchArgs, Device};
+use crate::engine::cuda::clocks::{Clocks, Reading};
 use crate::engine::cuda::routing::Routing;
 use crate::engine::cuda::slots::Traffic;
 use crate::engine::cuda::{self, Device as Gpu, measure};
-use crate::engine::{Batch, Engine, Rows, first_max};
+use crate::engine::{Batch, Engine, Rows, Turn};
 use crate::files;
 use crate::ids::SeqId;
 use crate::model::plan::Slot;
 use crate::model::spec::Ffn;
-use crate::report::{Out, markdown, table};
+use crate::report::{Out, bytes, markdown, table};
+use crate::sample::{Sampler, SamplerConfig, argmax};
 use crate::tiers::Policy;
 use crate::tiers::policy::MAX_SHIFT;
 use anyhow::Result;
 use serde::Serialize;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
-/// Tokens of a prompt pass.
-const CHUNK: usize = 512;
+/// Tokens of a prompt pass, of one or several prompts.
+const PASS_TOK: usize = cuda::PLANNED_TOK;
 const SEED: u64 = 1;
+/// What `build.rs` found.
+const COMMIT: &str = env!("MOE_COMMIT");
 
 /// Results of one batch size.
 #[derive(Clone, Debug, Serialize)]
@@ -37,7 +42,11 @@ struct Row {
     itl_ms_p50: f64,
     itl_ms_p99: f64,
     prefill_tok_s: f64,
-    vram_used_bytes: Option<u64>,
+    /// Most memory taken since before the model was loaded, as the driver counts it, and what that is over the plan.
+    vram_peak_bytes: Option<u64>,
+    vram_over_plan: Option<f64>,
+    /// The worst reading of all runs, each right after its last step.
+    clocks: Option<Reading>,
     bytes_per_tok: Option<f64>,
     /// Shares of the memory bandwidth on the data sheet and as measured.
     share_of_spec: Option<f64>,
@@ -71,6 +80,32 @@ struct Run {
     prefill_s: f64,
     steps_ms: Vec<f64>,
     traffic: Option<Traffic>,
+    clocks: Option<Reading>,
+}
+
+/// What watches the device while the runs go on.
+struct Watch {
+    device: Arc<Gpu>,
+    clocks: Clocks,
+    /// Before anything was loaded.
+    free_before: u64,
+    least_free: u64,
+}
+
+impl Watch {
+    fn new(device: Arc<Gpu>) -> Result<Self> {
+        let free = device.memory()?.0;
+        Ok(Self { clocks: Clocks::of(&device), device, free_before: free, least_free: free })
+    }
+
+    fn sample(&mut self) -> Result<Reading> {
+        self.least_free = self.least_free.min(self.device.memory()?.0);
+        Ok(self.clocks.read())
+    }
+
+    fn peak_bytes(&self) -> u64 {
+        self.free_before - self.least_free
+    }
 }
 
 /// Runs the command.
@@ -78,7 +113,9 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
     if args.batch.contains(&0) || args.prompt == 0 || args.generate < 2 || args.repeats == 0 {
         return Err(UserError::new("batch sizes, --prompt and --repeats start at 1, --generate at 2").into());
     }
+    let mut watch = if args.device == Device::Cpu { None } else { gpu().ok().map(Watch::new).transpose()? };
     let (name, mut engine) = open(args, out)?;
+    watch = watch.filter(|_| matches!(engine, Engine::Cuda(_)));
     let context = args.prompt + args.generate;
     if context > engine.spec().max_positions {
         return Err(UserError::new(format!(
@@ -101,13 +138,13 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
         }
         let mut runs = Vec::new();
         for repeat in 0..=args.repeats {
-            let run = one(&mut engine, args, batch)?;
+            let run = one(&mut engine, args, batch, watch.as_mut())?;
             progress.advance(1);
             if repeat > 0 {
                 runs.push(run);
             }
         }
-        rows.push(row(&mut engine, args, batch, &runs, rates.as_ref())?);
+        rows.push(row(&mut engine, args, batch, &runs, rates.as_ref(), watch.as_ref())?);
     }
     progress.finish();
     report(args, out, &name, &engine, &rows, rates)
@@ -190,36 +227,51 @@ fn routing(text: &str, engine: &Engine) -> Result<Routing> {
 }
 
 /// One prompt for each sequence, then greedy decoding of all together.
-fn one(engine: &mut Engine, args: &BenchArgs, batch: usize) -> Result<Run> {
+fn one(engine: &mut Engine, args: &BenchArgs, batch: usize, watch: Option<&mut Watch>) -> Result<Run> {
     let context = args.prompt + args.generate;
     let seqs: Vec<SeqId> = (0..batch as u32).map(SeqId).collect();
     seqs.iter().for_each(|&s| engine.release(s));
     let vocab = engine.spec().vocab;
-    let (mut ttft_ms, mut last) = (Vec::new(), Vec::new());
+    let (mut ttft_ms, mut tokens) = (Vec::new(), Vec::new());
     let start = Instant::now();
-    for &seq in &seqs {
-        let prompt = prompt(seq, args.prompt, vocab);
-        for (i, chunk) in prompt.chunks(CHUNK).enumerate() {
-            let at = i * CHUNK;
-            let rows = if at + chunk.len() == prompt.len() { Rows::Last } else { Rows::None };
-            let mut pass = Batch::default();
-            pass.push(seq, at, chunk, rows, context);
-            engine.pass(&pass)?;
+    let prompts: Vec<Vec<u32>> = seqs.iter().map(|&s| prompt(s, args.prompt, vocab)).collect();
+    for parts in passes(batch, args.prompt, PASS_TOK) {
+        let mut pass = Batch::default();
+        for (i, part) in &parts {
+            let rows = if part.end == args.prompt { Rows::Last } else { Rows::None };
+            pass.push(seqs[*i], part.start, &prompts[*i][part.clone()], rows, context);
         }
-        last.push(first_max(engine.slot(Slot::Logits)?));
-        ttft_ms.push(start.elapsed().as_secs_f64() * 1e3);
+        engine.pass(&pass)?;
+        let logits = engine.slot(Slot::Logits)?;
+        tokens.extend(logits.chunks_exact(vocab).map(|row| vec![argmax(row) as u32]));
+        ttft_ms.resize(tokens.len(), start.elapsed().as_secs_f64() * 1e3);
     }
     let prefill_s = start.elapsed().as_secs_f64();
     engine.take_traffic()?;
     let mut steps_ms = Vec::with_capacity(args.generate);
     let mut before = Instant::now();
-    engine.greedy(&seqs, &last, args.generate - 1, context, &mut |_| {
+    let mut samplers = vec![Sampler::new(SamplerConfig::default())?; batch];
+    let turns = seqs.iter().zip(&mut tokens).zip(&mut samplers);
+    let mut turns: Vec<Turn<'_>> = turns.map(|((&seq, tokens), sampler)| Turn { seq, tokens, sampler }).collect();
+    engine.decode(&mut turns, args.generate - 1, context, &mut |_| {
         let now = Instant::now();
         steps_ms.push((now - before).as_secs_f64() * 1e3);
         before = now;
         ControlFlow::Continue(())
     })?;
-    Ok(Run { ttft_ms, prefill_s, steps_ms, traffic: engine.take_traffic()? })
+    let clocks = watch.map(Watch::sample).transpose()?;
+    Ok(Run { ttft_ms, prefill_s, steps_ms, traffic: engine.take_traffic()?, clocks })
+}
+
+/// Prompts in order, cut and packed into passes of `most` tokens; each part is a prompt and a range of it.
+fn passes(num_prompts: usize, len: usize, most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+    let total = num_prompts * len;
+    let pass = |start: usize| {
+        let end = (start + most).min(total);
+        let part = |i: usize| (i, start.max(i * len) - i * len..end.min((i + 1) * len) - i * len);
+        (start / len..end.div_ceil(len)).map(part).collect()
+    };
+    (0..total).step_by(most).map(pass).collect()
 }
 
 /// Repeatable tokens, different for each sequence.
@@ -232,7 +284,14 @@ fn prompt(seq: SeqId, len: usize, vocab: usize) -> Vec<u32> {
     (0..len).map(|_| next() as u32).collect()
 }
 
-fn row(engine: &mut Engine, args: &BenchArgs, batch: usize, runs: &[Run], rates: Option<&measure::Rates>) -> Result<Row> {
+fn row(
+    engine: &mut Engine,
+    args: &BenchArgs,
+    batch: usize,
+    runs: &[Run],
+    rates: Option<&measure::Rates>,
+    watch: Option<&Watch>,
+) -> Result<Row> {
     let speeds: Vec<f64> =
         runs.iter().map(|r| (batch * r.steps_ms.len()) as f64 / (r.steps_ms.iter().sum::<f64>() / 1e3)).collect();
     let mean = speeds.iter().sum::<f64>() / speeds.len() as f64;
@@ -257,7 +316,9 @@ fn row(engine: &mut Engine, args: &BenchArgs, batch: usize, runs: &[Run], rates:
         itl_ms_p50: quantile(&steps, 0.5),
         itl_ms_p99: quantile(&steps, 0.99),
         prefill_tok_s: (batch * args.prompt) as f64 / prefill,
-        vram_used_bytes: None,
+        vram_peak_bytes: watch.map(Watch::peak_bytes),
+        vram_over_plan: None,
+        clocks: runs.iter().filter_map(|r| r.clocks).reduce(Reading::worst),
         bytes_per_tok: None,
         share_of_spec: None,
         share_of_measured: None,
@@ -265,10 +326,9 @@ fn row(engine: &mut Engine, args: &BenchArgs, batch: usize, runs: &[Run], rates:
         experts: None,
     };
     if let Engine::Cuda(e) = engine {
-        let (free, total) = e.device().memory()?;
         let step = e.step_bytes(batch, args.prompt + args.generate / 2) as f64;
         let rate = step * mean / batch as f64;
-        row.vram_used_bytes = Some(total - free);
+        row.vram_over_plan = row.vram_peak_bytes.map(|peak| peak as f64 / e.vram().total_bytes as f64 - 1.0);
         row.bytes_per_tok = Some(step / batch as f64);
         row.share_of_spec = Some(rate / e.device().properties().spec_bandwidth());
         row.share_of_measured = rates.map(|r| rate / r.read_bytes_s);
@@ -320,6 +380,7 @@ fn report(
         Engine::Cuda(e) => serde_json::to_value(e.device().properties())?,
         Engine::Cpu(_) => serde_json::json!({"name": "processor", "threads": rayon::current_num_threads()}),
     };
+    let planned = if let Engine::Cuda(e) = engine { Some(e.vram().total_bytes) } else { None };
     let header = [
         "batch",
         "tok/s",
@@ -333,6 +394,9 @@ fn report(
         "MB/tok",
         "of spec",
         "of read",
+        "VRAM",
+        "over plan",
+        "SM MHz",
     ];
     let percent = |x: Option<f64>| x.map_or("-".into(), |x| format!("{:.1} %", 100.0 * x));
     let cells: Vec<Vec<String>> = rows
@@ -351,11 +415,14 @@ fn report(
                 r.bytes_per_tok.map_or("-".into(), |b| format!("{:.0}", b / 1e6)),
                 percent(r.share_of_spec),
                 percent(r.share_of_measured),
+                r.vram_peak_bytes.map_or("-".into(), bytes),
+                percent(r.vram_over_plan),
+                r.clocks.and_then(|c| c.sm_mhz).map_or("-".into(), |mhz| mhz.to_string()),
             ]
         })
         .collect();
-    let title =
-        format!("{name}: prompt {}, generate {}, on {}", args.prompt, args.generate, device["name"].as_str().unwrap_or("?"));
+    let on = device["name"].as_str().unwrap_or("?");
+    let title = format!("{name}: prompt {}, generate {}, on {on}, commit {COMMIT}", args.prompt, args.generate);
     out.line(&title);
     if let Some(r) = rates {
         let gb = |x: f64| format!("{:.0} GB/s", x / 1e9);
@@ -393,9 +460,9 @@ fn report(
         }
     }
     out.json(&serde_json::json!({
-        "command": "bench", "tool": env!("CARGO_PKG_VERSION"), "commit": option_env!("MOE_COMMIT"), "model": name,
+        "command": "bench", "tool": env!("CARGO_PKG_VERSION"), "commit": COMMIT, "model": name,
         "prompt_tok": args.prompt, "generate_tok": args.generate, "repeats": args.repeats, "device": device, "measured": rates,
-        "rows": rows,
+        "vram_planned_bytes": planned, "rows": rows,
     }))?;
     if let Some(path) = &args.csv {
         let lines = std::iter::once(header.join(",")).chain(cells.iter().map(|c| c.join(",")));
@@ -408,6 +475,23 @@ fn report(
 }
 
 /// Whether there is a GPU to use.
-pub(super) fn gpu() -> Result<std::sync::Arc<Gpu>, cuda::CudaError> {
+pub(super) fn gpu() -> Result<Arc<Gpu>, cuda::CudaError> {
     Gpu::open(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every token of every prompt once and in order, no pass longer than allowed. Trips if a prompt's rest or the last pass is lost.
+    #[test]
+    fn passes_cover_the_prompts() {
+        for (num, len, most) in [(1, 1, 512), (3, 512, 512), (4, 512, 2048), (5, 300, 512), (2, 1100, 512), (32, 7, 64)] {
+            let passes = passes(num, len, most);
+            let all: Vec<(usize, usize)> = passes.iter().flatten().flat_map(|(i, part)| part.clone().map(|t| (*i, t))).collect();
+            let expected: Vec<(usize, usize)> = (0..num).flat_map(|i| (0..len).map(move |t| (i, t))).collect();
+            assert_eq!(all, expected, "{num} {len} {most}");
+            assert!(passes.iter().all(|p| p.iter().map(|(_, part)| part.len()).sum::<usize>() <= most));
+        }
+    }
 }

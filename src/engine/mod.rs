@@ -9,6 +9,7 @@ use crate::artifact::weights::Weights;
 use crate::ids::{LayerId, SeqId};
 use crate::model::plan::{Plan, Slot};
 use crate::model::spec::ModelSpec;
+use crate::sample::{SampleError, Sampler};
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
@@ -118,32 +119,37 @@ impl Engine {
         }
     }
 
-    /// Continues sequences greedily for `steps` tokens, `last` being the newest token of each, which is not yet cached; `on`
-    /// sees the chosen ids of every step and may stop. A GPU runs one step ahead of what `on` sees.
-    pub fn greedy(
+    /// Continues sequences for `steps` tokens, which their samplers choose and which join their tokens; `on` sees the chosen ids of
+    /// every step and may stop. A GPU samples by itself and runs one step ahead of what `on` sees.
+    pub fn decode(
         &mut self,
-        seqs: &[SeqId],
-        last: &[u32],
+        turns: &mut [Turn<'_>],
         steps: usize,
         context: usize,
         on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
     ) -> Result<(), EngineError> {
         if let Engine::Cuda(e) = self
             && e.is_fast()
-            && seqs.len() <= cuda::launch::DECODE_TOK
+            && turns.len() <= cuda::launch::DECODE_TOK
+            && (e.samples() || turns.iter().all(|t| t.sampler.config().is_greedy()))
         {
-            return e.greedy(seqs, last, steps, context, on);
+            return e.decode(turns, steps, context, on);
         }
-        let mut newest = last.to_vec();
         for _ in 0..steps {
             let mut batch = Batch::default();
-            for (&seq, token) in seqs.iter().zip(&newest) {
-                batch.push(seq, self.cached(seq), &[*token], Rows::Last, context);
+            for turn in turns.iter() {
+                let newest = turn.tokens.len().saturating_sub(1);
+                batch.push(turn.seq, self.cached(turn.seq), &turn.tokens[newest..], Rows::Last, context);
             }
             self.pass(&batch)?;
-            let vocab = self.spec().vocab;
-            newest = self.slot(Slot::Logits)?.chunks_exact(vocab).map(first_max).collect();
-            if on(&newest).is_break() {
+            let (vocab, logits) = (self.spec().vocab, self.slot(Slot::Logits)?);
+            let mut chosen = Vec::with_capacity(turns.len());
+            for (turn, row) in turns.iter_mut().zip(logits.chunks_exact(vocab)) {
+                let token = turn.sampler.sample(row, turn.tokens)?;
+                turn.tokens.push(token);
+                chosen.push(token);
+            }
+            if on(&chosen).is_break() {
                 break;
             }
         }
@@ -172,10 +178,14 @@ impl Engine {
     }
 }
 
-/// Index of the first largest value.
-pub fn first_max(row: &[f32]) -> u32 {
-    let better = |best: usize, i: usize| if row[i] > row[best] { i } else { best };
-    (0..row.len()).reduce(better).unwrap_or(0) as u32
+/// A sequence to continue.
+pub struct Turn<'a> {
+    /// Whose cache holds all of its tokens but the newest.
+    pub seq: SeqId,
+    /// Prompt and answer so far.
+    pub tokens: &'a mut Vec<u32>,
+    /// Chooses the next token.
+    pub sampler: &'a mut Sampler,
 }
 
 /// Tokens to run in one pass, over one or several sequences.
@@ -287,6 +297,9 @@ pub enum EngineError {
     /// The GPU failed.
     #[error(transparent)]
     Cuda(#[from] cuda::CudaError),
+    /// The logits offer no token.
+    #[error(transparent)]
+    Sample(#[from] SampleError),
 }
 
 impl EngineError {
@@ -296,7 +309,7 @@ impl EngineError {
             EngineError::CacheFull { .. } => Some("use fewer or shorter sequences at a time".into()),
             EngineError::Weight(e) => e.hint(),
             EngineError::Cuda(e) => e.hint(),
-            EngineError::Token { .. } | EngineError::Position { .. } => None,
+            EngineError::Token { .. } | EngineError::Position { .. } | EngineError::Sample(_) => None,
         }
     }
 }

@@ -10,7 +10,7 @@
 //! each, bounded by [`ROUNDED`].
 
 use super::cuda::{self, Kernels, Kind, Options};
-use super::{Batch, EngineError, Event, Rows, cpu};
+use super::{Batch, EngineError, Event, Rows, Turn, cpu};
 use crate::artifact::weights::{Weights, WeightsError};
 use crate::files::{self, Existing, FileError, OutputDir};
 use crate::ids::{Component, Part, Role, SeqId, TensorId};
@@ -18,6 +18,7 @@ use crate::model::family;
 use crate::model::names;
 use crate::model::plan::Slot;
 use crate::quant::format::{Bits, Format, Group, fit};
+use crate::sample::{Sampler, SamplerConfig};
 use crate::tensor::{self, Dtype};
 use safetensors::SafeTensorError;
 use serde_json::{Value, json};
@@ -102,7 +103,64 @@ pub fn rows(trial: Trial, on: &mut dyn FnMut(&str)) -> Result<Vec<Row>, ParityEr
             }
         }
     }
-    Ok(worst.into_values().collect())
+    let mut found: Vec<Row> = worst.into_values().collect();
+    if trial.kernels == Kernels::Fast {
+        on("sample");
+        found.push(sampling()?);
+    }
+    Ok(found)
+}
+
+/// Tokens that the device draws otherwise than the host, a share of all: both sum integers, so there is no tolerance.
+fn sampling() -> Result<Row, ParityError> {
+    const ROWS: usize = 32;
+    const VOCAB: usize = 50_021;
+    let config = json!({
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "num_local_experts": 2, "num_experts_per_tok": 1, "tie_word_embeddings": false,
+    });
+    let (_, spec) = family::read(&config).map_err(WeightsError::from)?;
+    let mut device =
+        cuda::Engine::random(&spec, &|_, _| Format::Source, 1, Options::default(), &mut |_| {}).map_err(EngineError::from)?;
+    let mut random = Random(5);
+    let (mut wrong, mut all) = (0, 0);
+    for spread in [12.0, 0.01, 3.0] {
+        let coarse = spread == 3.0;
+        let logits: Vec<f32> = (0..ROWS * VOCAB).map(|_| spread * (random.unit() + random.unit() + random.unit())).collect();
+        let logits: Vec<f32> = logits.into_iter().map(|x| if coarse { x.round() } else { x }).collect();
+        let config = |i: usize| SamplerConfig {
+            temperature: [0.0, 0.6, 1.0, 8.0][i % 4],
+            top_k: [None, Some(40), Some(3000)][i % 3],
+            top_p: [None, Some(0.9)][i / 2 % 2],
+            min_p: [None, Some(0.02)][i / 8 % 2],
+            repeat_penalty: [1.0, 1.2][i / 16],
+            seed: i as u64,
+        };
+        let samplers = (0..ROWS).map(|i| Sampler::new(config(i))).collect::<Result<Vec<_>, _>>();
+        let mut here = samplers.map_err(EngineError::from)?;
+        let mut there = here.clone();
+        let mut tokens: Vec<Vec<u32>> =
+            (0..ROWS as u32).map(|i| (0..100).map(|t| (t * 37 + i) % VOCAB as u32).collect()).collect();
+        for _ in 0..3 {
+            let rows = logits.chunks_exact(VOCAB).zip(&mut here).zip(&tokens);
+            let expected: Vec<u32> = rows
+                .map(|((row, sampler), tokens)| sampler.sample(row, tokens))
+                .collect::<Result<_, _>>()
+                .map_err(EngineError::from)?;
+            let turns = (0..).map(SeqId).zip(&mut tokens).zip(&mut there);
+            let mut turns: Vec<Turn<'_>> = turns.map(|((seq, tokens), sampler)| Turn { seq, tokens, sampler }).collect();
+            let found = device.sample_rows(&logits, &mut turns)?;
+            wrong += found.iter().zip(&expected).filter(|(f, e)| f != e).count();
+            all += ROWS;
+            for (tokens, token) in tokens.iter_mut().zip(expected) {
+                tokens.pop();
+                tokens.push(token);
+            }
+        }
+    }
+    let error = wrong as f64 / all as f64;
+    Ok(Row { step: "sample draw".into(), format: "f32".into(), error, tolerance: 0.0, most_tok: ROWS })
 }
 
 /// How the matrices of a model are stored.
@@ -191,6 +249,17 @@ fn models() -> Vec<(&'static str, Value)> {
                        "q_lora_rank": null, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_group": 2,
                        "topk_group": 1, "topk_method": "group_limited_greedy", "n_routed_experts": 8, "n_shared_experts": 2,
                        "norm_topk_prob": false, "routed_scaling_factor": 2.0, "num_key_value_heads": 6, "moe_layer_freq": 1,
+                       "attention_bias": false, "mlp_bias": false}),
+            ),
+        ),
+        (
+            "latent-512",
+            base(
+                "deepseek_v2",
+                json!({"first_k_dense_replace": 1, "intermediate_size": 256, "moe_intermediate_size": 64, "kv_lora_rank": 512,
+                       "q_lora_rank": 96, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 1,
+                       "topk_group": 1, "topk_method": "greedy", "n_routed_experts": 4, "n_shared_experts": 1,
+                       "norm_topk_prob": false, "routed_scaling_factor": 1.0, "num_key_value_heads": 6, "moe_layer_freq": 1,
                        "attention_bias": false, "mlp_bias": false}),
             ),
         ),
@@ -353,7 +422,7 @@ fn compare(dir: &Path, storage: &Storage, trial: Trial) -> Result<Vec<Row>, Pari
                     step = format!("{} {when}{}", block.name(), if ran_fast { "" } else { " (plain)" });
                 }
                 let tolerance = match fast {
-                    true if step.starts_with("attention") => ROUNDED,
+                    true if step.starts_with("attention") || step.starts_with("latent") => ROUNDED,
                     true => PLANES,
                     false => EXACT,
                 };

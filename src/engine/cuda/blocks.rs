@@ -2,7 +2,7 @@
 
 use super::exec::rule;
 use super::fast::*;
-use super::fuse::{Block, DecodePart, Lead, Product, SharedPart};
+use super::fuse::{Block, DecodePart, LatentPart, Lead, Product, SharedPart};
 use super::launch::{self, Limits, Width};
 use super::plain::{Kind, Matrix};
 use super::{EXPERTS_TOK, Engine, Planes, View};
@@ -61,7 +61,7 @@ fn norm_code(lead: &Lead) -> i32 {
 }
 
 impl Engine {
-    fn limits(&self) -> Limits {
+    pub(super) fn limits(&self) -> Limits {
         self.device.properties().limits()
     }
 
@@ -71,8 +71,8 @@ impl Engine {
             return Ok(Ran::No);
         }
         match block {
-            Block::Attention { lead, first, middle, decode, last, scale } => {
-                self.attention(lead, first, middle, decode.as_ref(), last, *scale, view)?;
+            Block::Attention { lead, first, middle, decode, latent, last, scale } => {
+                self.attention(lead, first, middle, decode.as_ref(), latent.as_ref(), last, *scale, view)?;
             }
             Block::Moe { lead, router_w, router, layer, width, shared, scale } => {
                 self.moe(lead, self.store.matrix(*router_w), router, *layer, *width, shared.as_ref(), *scale, view)?;
@@ -118,8 +118,10 @@ impl Engine {
     /// Whether decode kernels do all attention of this size, so that no plain kernel needs rotations.
     pub(super) fn decodes_fully(&self, view: &View) -> bool {
         self.groups.iter().filter_map(|g| g.block.as_ref()).all(|block| match block {
-            Block::Attention { decode, .. } => {
-                self.takes(block, view) && decode.as_ref().is_some_and(|d| self.attention_fits(d, view.num_tok))
+            Block::Attention { decode, latent, .. } => {
+                let heads = decode.as_ref().is_some_and(|d| self.attention_fits(d, view.num_tok));
+                let latents = latent.as_ref().is_some_and(|l| self.latent_fits(l, view.num_tok));
+                self.takes(block, view) && (heads || latents)
             }
             _ => true,
         })
@@ -233,6 +235,7 @@ impl Engine {
         first: &[Product],
         middle: &[Step],
         decode: Option<&DecodePart>,
+        latent: Option<&LatentPart>,
         last: &Product,
         scale: f32,
         view: &View,
@@ -249,6 +252,8 @@ impl Engine {
             self.work.row[Slot::Attn as usize] = part.heads.q * part.heads.dim;
         } else {
             let reads_normed = |s: &Step| matches!(s, Step::Linear { src: Slot::Normed, .. });
+            let latent = latent.filter(|l| view.decode && self.latent_fits(l, num_tok));
+            let middle = latent.map_or(middle, |l| &middle[..l.before]);
             if middle.iter().any(reads_normed) {
                 self.step(&lead_step(lead), view)?;
             }
@@ -262,6 +267,9 @@ impl Engine {
                     }
                     other => self.step(other, view)?,
                 }
+            }
+            if let Some(part) = latent {
+                self.decode_latent(part, view)?;
             }
         }
         let source = Source::Floats(self.at(Slot::Attn), self.work.row[Slot::Attn as usize] as i32);
@@ -426,7 +434,7 @@ impl Engine {
                 && launch::router_rows(experts, top_k, false, *t, limits).is_some()
                 && launch::router_logits(experts, width, *t, false, limits).is_some()
         };
-        [EXPERTS_TOK, 256, 128, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
+        [EXPERTS_TOK, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
     }
 
     #[allow(clippy::too_many_arguments)]

@@ -48,7 +48,7 @@ pub(super) fn needs(spec: &ModelSpec, plan: &Plan, layout: &Layout, options: &Op
         min_pages,
         wanted_pages: (options.cache_tok.div_ceil(PAGE_TOKENS) as u64).clamp(min_pages, max_pages),
         max_pages,
-        workspace_bytes: Workspace::planned_bytes(plan, spec, PLANNED_TOK),
+        workspace_bytes: Workspace::planned_bytes(plan, spec, PLANNED_TOK, super::launch::DECODE_TOK),
         driver_bytes: DRIVER_BYTES,
     }
 }

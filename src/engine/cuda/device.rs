@@ -152,6 +152,8 @@ pub struct Properties {
     pub memory_bus_bits: u32,
     /// Newest CUDA the driver speaks, e.g. `13.0`.
     pub driver: String,
+    /// Where it is plugged in, e.g. `0000:4e:00.0`; names the device to the management library.
+    pub bus_id: String,
 }
 
 impl Properties {
@@ -303,7 +305,17 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
         memory_clock_mhz: get(A::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)? as u32 / 1000,
         memory_bus_bits: get(A::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)? as u32,
         driver: format!("{}.{}", version / 1000, version % 1000 / 10),
+        bus_id: bus_id(device)?,
     })
+}
+
+fn bus_id(device: sys::CUdevice) -> Result<String, CudaError> {
+    let mut text = [0u8; 32];
+    // SAFETY: the length is the buffer's.
+    unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, device) }
+        .result()
+        .during("ask what the device is")?;
+    Ok(text.iter().take_while(|&&b| b != 0).map(|&b| b as char).collect())
 }
 
 /// Finds `libnvrtc` where the dynamic loader does not look: CUDA's usual folders, conda, and pip packages. Once loaded by its

@@ -2,8 +2,9 @@
 //! compared with the sources by a test.
 
 use super::device::{CudaError, Device};
-use super::launch::Grid;
+use super::launch::{self, Grid};
 use super::module::{Function, Module, Overlap, PROGRAMS, Source, cached};
+use super::plain::Matrix;
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -272,6 +273,55 @@ structs! {
         steps: i32,
         rows: i32,
     }
+    /// Queries in latent space, and the new row of the cache.
+    LatentQueryArgs in "latent.cu" {
+        query: u64,
+        q: u64,
+        latent: u64,
+        pages: u64,
+        page_table: u64,
+        positions: u64,
+        gain: u64,
+        cosines: u64,
+        sines: u64,
+        up: Matrix,
+        q_stride: i32,
+        latent_stride: i32,
+        t: i32,
+        h: i32,
+        nope: i32,
+        rope: i32,
+        v: i32,
+        max_pages: i32,
+        interleaved: i32,
+        eps: f32,
+    }
+    /// Attention on latents.
+    LatentAttentionArgs in "latent.cu" {
+        partial: u64,
+        query: u64,
+        pages: u64,
+        page_table: u64,
+        positions: u64,
+        h: i32,
+        max_pages: i32,
+        max_splits: i32,
+        scale: f32,
+    }
+    /// From mixed latents to values.
+    LatentValueArgs in "latent.cu" {
+        out: u64,
+        partial: u64,
+        positions: u64,
+        up: Matrix,
+        out_stride: i32,
+        t: i32,
+        h: i32,
+        nope: i32,
+        v: i32,
+        max_splits: i32,
+        rows: i32,
+    }
     /// Planes of rows.
     PlanesArgs in "rows.cu" {
         q: u64,
@@ -302,6 +352,31 @@ structs! {
         gate: u64,
         d: i32,
         scale: f32,
+    }
+    /// How one row is sampled.
+    SampleRow in "sample.cu" {
+        state: u64,
+        least: u64,
+        scale: f32,
+        penalty: f32,
+        top_p: f32,
+        top_k: i32,
+        reserved: u64,
+    }
+    /// Logits to tokens.
+    SampleArgs in "sample.cu" {
+        tokens: u64,
+        faults: u64,
+        logits: u64,
+        rows: u64,
+        seen: u64,
+        best: u64,
+        bad: u64,
+        counts: u64,
+        masses: u64,
+        slices: u64,
+        positions: u64,
+        v: i32,
     }
     /// Greedy choice.
     ArgmaxArgs in "rows.cu" {
@@ -373,10 +448,15 @@ fn names(program: &Source) -> Vec<String> {
                 |d| ["attention_decode", "attention_decode_wide", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
             [32, 64, 96, 128].into_iter().flat_map(each).collect()
         }
+        "latent.cu" => {
+            let each = |r| ["latent_query", "latent_attention", "latent_value"].map(|n| format!("{n}_r{r}"));
+            launch::LATENT_RANKS.into_iter().flat_map(each).collect()
+        }
         "rows.cu" => {
             ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
         }
         "tiers.cu" => ["tiers_fetch", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
 }
@@ -402,6 +482,7 @@ mod tests {
                     (_, "float") => "f32",
                     (_, "LinearMatrix") => "[LinearMatrix; 3]",
                     (_, "RouteRule" | "DirectRoute") => ty,
+                    (_, "LatentMatrix") => "Matrix",
                     other => panic!("`{name}` has a field of type {other:?}"),
                 };
                 fields.push((field.trim_end_matches("[3]").to_lowercase(), spelt.to_string()));

@@ -3,9 +3,9 @@
 //! A block takes the residual stream and leaves the residual stream; nothing else passes between blocks, so that each may run
 //! fast or step by step. [`Block::steps`] gives the steps back, and a test holds the two together.
 
-use crate::ids::TensorId;
+use crate::ids::{LayerId, TensorId};
 use crate::model::plan::{Heads, Plan, Slot, Step};
-use crate::model::spec::{Norm, RouterSpec};
+use crate::model::spec::{Mla, Norm, NormKind, RouterSpec};
 use std::ops::Range;
 
 /// A run of steps, and the block it forms, if it forms one.
@@ -69,6 +69,23 @@ pub struct DecodePart {
     pub window: Option<usize>,
 }
 
+/// What the latent decode kernels take over at the end of the middle: norm of the latent, rotation, append, attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LatentPart {
+    /// Steps of the middle that run before.
+    pub before: usize,
+    /// Gain of the latent's norm.
+    pub gain: TensorId,
+    /// Its epsilon.
+    pub eps: f32,
+    /// Matrix from latents to keys and values.
+    pub up: TensorId,
+    /// Whose cache.
+    pub layer: LayerId,
+    /// Shape.
+    pub mla: Mla,
+}
+
 /// Half a layer, or what comes before and after the layers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Block {
@@ -82,6 +99,8 @@ pub enum Block {
         middle: Vec<Step>,
         /// What one kernel can do of the middle when every sequence has one new token.
         decode: Option<DecodePart>,
+        /// The same for attention on latents.
+        latent: Option<LatentPart>,
         /// Output projection.
         last: Product,
         /// Factor on the way into the residual.
@@ -232,7 +251,26 @@ fn attention(lead: Lead, inner: &[Step], scale: f32) -> Option<Block> {
     let num_first = inner.iter().take_while(|s| product(s).is_some_and(|p| p.src == Slot::Normed)).count();
     let (first, middle) = inner.split_at(num_first);
     let first = first.iter().map(product).collect::<Option<Vec<_>>>()?;
-    (num_first > 0).then(|| Block::Attention { lead, first, middle: middle.to_vec(), decode: decode(middle), last, scale })
+    let (decode, latent) = (decode(middle), latent(middle));
+    (num_first > 0).then(|| Block::Attention { lead, first, middle: middle.to_vec(), decode, latent, last, scale })
+}
+
+fn latent(middle: &[Step]) -> Option<LatentPart> {
+    let before = middle.len().checked_sub(4)?;
+    match &middle[before..] {
+        [
+            Step::Norm { dst: Slot::K, src: Slot::K, w, b: None, norm: Norm { kind: NormKind::Rms, eps }, width, runs: 1 },
+            Step::Rope { buf: Slot::Q, heads, stride, offset },
+            Step::Rope { buf: Slot::K, heads: 1, offset: rank, .. },
+            Step::AttendLatent { dst: Slot::Attn, q: Slot::Q, latent: Slot::K, up, layer, mla },
+        ] => {
+            let shape = (*heads, *stride, *offset, *rank, *width);
+            let expected = (mla.heads, mla.nope + mla.rope, mla.nope, mla.kv_rank, mla.kv_rank);
+            let part = LatentPart { before, gain: *w, eps: *eps, up: *up, layer: *layer, mla: mla.clone() };
+            (shape == expected).then_some(part)
+        }
+        _ => None,
+    }
 }
 
 fn decode(middle: &[Step]) -> Option<DecodePart> {
@@ -274,6 +312,7 @@ impl Block {
     /// A word for reports.
     pub fn name(&self) -> &'static str {
         match self {
+            Block::Attention { latent: Some(_), .. } => "latent",
             Block::Attention { .. } => "attention",
             Block::Moe { .. } => "moe",
             Block::Mlp { .. } => "mlp",
@@ -283,7 +322,6 @@ impl Block {
 
     /// The steps that the block stands for.
     pub fn steps(&self) -> Vec<Step> {
-        use crate::ids::LayerId;
         let add = |scale: &f32| Step::Add { acc: Slot::Residual, add: Slot::Block, scale: *scale };
         let act = Step::GatedAct { gate: Slot::Gate, up: Slot::Up };
         match self {
@@ -344,8 +382,11 @@ mod tests {
             }
             assert_eq!(at, plan.steps.len());
             assert_eq!(groups.iter().filter(|g| g.block.is_some()).count(), 2 * spec.layers.len() + 1, "{family}");
-            let decodes = groups.iter().filter(|g| matches!(g.block, Some(Block::Attention { decode: Some(_), .. }))).count();
-            assert_eq!(decodes, if family == "deepseek_v2" { 0 } else { spec.layers.len() }, "{family}");
+            let count = |of: fn(&Block) -> bool| groups.iter().filter(|g| g.block.as_ref().is_some_and(of)).count();
+            let decodes = count(|b| matches!(b, Block::Attention { decode: Some(_), latent: None, .. }));
+            let latents = count(|b| matches!(b, Block::Attention { decode: None, latent: Some(_), .. }));
+            let all = spec.layers.len();
+            assert_eq!((decodes, latents), if family == "deepseek_v2" { (0, all) } else { (all, 0) }, "{family}");
         }
     }
 }

@@ -8,8 +8,9 @@ use super::device::{CudaError, Device, During};
 use super::fast::ArgmaxArgs;
 use super::launch::{self, DECODE_TOK};
 use super::memory::{Buffer, Event, Pinned};
+use super::sampling::{Choice, FAULT_WORDS, Sampling};
 use super::{Engine, View};
-use crate::engine::{Batch, EngineError, Rows};
+use crate::engine::{Batch, EngineError, Rows, Turn};
 use crate::ids::SeqId;
 use crate::model::plan::Slot;
 use crate::model::rope;
@@ -21,13 +22,18 @@ use std::sync::Arc;
 
 /// Token ids on their way to the host at a time.
 const RING: usize = 4;
+/// Tokens between two looks at the pool of pages.
+const WINDOW: usize = 512;
+/// Words of the ids that a step chose, and of what was wrong with its logits.
+const CHOSEN_WORDS: usize = DECODE_TOK * (1 + FAULT_WORDS);
 /// Positions that the first rotation tables cover.
 const FIRST_POSITIONS: usize = 4096;
 
 /// What the graphs read and write, at addresses that stay.
 pub(super) struct Decode {
-    tokens: Buffer,
-    positions: Buffer,
+    /// Ids, then faults of the logits they were chosen from.
+    pub(super) tokens: Buffer,
+    pub(super) positions: Buffer,
     /// Row of the page table of each sequence: itself.
     rows: Buffer,
     table: Buffer,
@@ -35,8 +41,9 @@ pub(super) struct Decode {
     /// Rotation of each sequence's position, for plain kernels: cosines, then sines.
     angles: Buffer,
     best: Buffer,
+    pub(super) sampling: Option<Sampling>,
     rotation: Option<Rotation>,
-    graphs: HashMap<usize, Graph>,
+    graphs: HashMap<(usize, Choice), Graph>,
     /// Pages of each row of the table as uploaded.
     uploaded: Vec<(SeqId, usize)>,
     ring: Vec<(Pinned, Event)>,
@@ -84,15 +91,16 @@ impl Decode {
         let best = Buffer::new(device, 8 * DECODE_TOK)?;
         best.clear()?;
         let rows: Vec<u32> = (0..DECODE_TOK as u32).collect();
-        let ring = (0..RING).map(|_| Ok((Pinned::new(device, 4 * DECODE_TOK)?, Event::new(device)?)));
+        let ring = (0..RING).map(|_| Ok((Pinned::new(device, 4 * CHOSEN_WORDS)?, Event::new(device)?)));
         Ok(Self {
-            tokens: words(DECODE_TOK)?,
+            tokens: words(CHOSEN_WORDS)?,
             positions: words(DECODE_TOK)?,
             rows: Buffer::from_slice(device, &rows)?,
             table: words(DECODE_TOK * max_pages)?,
             table_stride: max_pages,
             angles: words(2 * DECODE_TOK * half)?,
             best,
+            sampling: None,
             rotation: None,
             graphs: HashMap::new(),
             uploaded: Vec::new(),
@@ -126,23 +134,39 @@ impl Engine {
         let starts: Vec<u32> = batch.segments.iter().map(|s| s.start as u32).collect();
         let context = batch.segments.iter().map(|s| s.context.max(s.start + 1)).max().unwrap_or(1);
         self.prepare(&seqs, &batch.tokens, &starts, context)?;
-        self.replay(seqs.len())?;
+        self.replay(seqs.len(), Choice::Best)?;
         for s in &batch.segments {
             self.pages.set_len(s.seq, s.start + 1);
         }
         Ok(())
     }
 
-    /// Continues sequences greedily for `steps` tokens, `last` being the newest token of each, which is not yet cached. `on`
-    /// sees the chosen ids of every step, one step behind the device, and may stop.
-    pub fn greedy(
+    /// Continues sequences for `steps` tokens. `on` sees the chosen ids of every step, one step behind the device, and may stop.
+    pub fn decode(
         &mut self,
-        seqs: &[SeqId],
-        last: &[u32],
+        turns: &mut [Turn<'_>],
         steps: usize,
         context: usize,
         on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
     ) -> Result<(), EngineError> {
+        let furthest = turns.iter().map(|t| self.cached(t.seq)).max().unwrap_or(0) + steps;
+        for done in (0..steps).step_by(WINDOW) {
+            if self.decode_window(turns, WINDOW.min(steps - done), context.max(furthest), on)?.is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same for as many steps as pages are reserved for at a time.
+    fn decode_window(
+        &mut self,
+        turns: &mut [Turn<'_>],
+        steps: usize,
+        context: usize,
+        on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
+    ) -> Result<ControlFlow<()>, EngineError> {
+        let seqs: Vec<SeqId> = turns.iter().map(|t| t.seq).collect();
         let starts: Vec<usize> = seqs.iter().map(|&s| self.cached(s)).collect();
         for (&seq, &start) in seqs.iter().zip(&starts) {
             if !self.pages.reserve(seq, start + steps) {
@@ -150,18 +174,31 @@ impl Engine {
             }
         }
         let positions: Vec<u32> = starts.iter().map(|&s| s as u32).collect();
-        let furthest = starts.iter().max().unwrap_or(&0) + steps;
-        self.prepare(seqs, last, &positions, context.max(furthest))?;
+        let newest: Vec<u32> = turns.iter().map(|t| t.tokens.last().copied().unwrap_or(0)).collect();
+        self.prepare(&seqs, &newest, &positions, context)?;
+        let choice = self.prepare_choice(turns)?;
         let mut seen = 0;
+        let mut flow = ControlFlow::Continue(());
+        let mut failed = None;
         for step in 0..=steps {
             if step < steps {
-                self.replay(seqs.len())?;
-                self.send_tokens(step % RING, seqs.len())?;
+                self.replay(seqs.len(), choice)?;
+                self.send_tokens(step % RING)?;
             }
             if step > 0 {
-                let chosen = self.receive_tokens((step - 1) % RING, seqs.len())?;
+                let words = self.receive_tokens((step - 1) % RING)?;
+                let (chosen, faults) = (&words[..seqs.len()], &words[DECODE_TOK..]);
+                failed = if choice == Choice::Drawn { self.fault(&faults[..FAULT_WORDS * seqs.len()]) } else { None };
+                if failed.is_some() {
+                    break;
+                }
                 seen = step;
-                if on(&chosen).is_break() {
+                for (turn, &token) in turns.iter_mut().zip(chosen) {
+                    turn.tokens.push(token);
+                    turn.sampler.skip(1);
+                }
+                flow = on(chosen);
+                if flow.is_break() {
                     break;
                 }
             }
@@ -169,7 +206,7 @@ impl Engine {
         for (&seq, &start) in seqs.iter().zip(&starts) {
             self.pages.set_len(seq, start + seen);
         }
-        Ok(())
+        failed.map_or(Ok(flow), Err)
     }
 
     /// Uploads what the graph starts from.
@@ -243,24 +280,21 @@ impl Engine {
     }
 
     /// Launches the graph for so many sequences, capturing it first if it is new.
-    fn replay(&mut self, num_tok: usize) -> Result<(), EngineError> {
-        if !self.decode.graphs.contains_key(&num_tok) {
-            let graph = self.capture(num_tok)?;
-            self.decode.graphs.insert(num_tok, graph);
+    fn replay(&mut self, num_tok: usize, choice: Choice) -> Result<(), EngineError> {
+        let key = (num_tok, choice);
+        if !self.decode.graphs.contains_key(&key) {
+            let graph = self.captured(|engine| engine.decode_step(num_tok, choice))?;
+            self.decode.graphs.insert(key, graph);
         }
         self.host = Default::default();
         (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = self.spec.vocab;
-        if let Some(graph) = self.decode.graphs.get(&num_tok) {
+        if let Some(graph) = self.decode.graphs.get(&key) {
             self.store.tiers().iter().for_each(|t| t.forget());
             graph.launch()?;
         }
         Ok(())
-    }
-
-    fn capture(&mut self, num_tok: usize) -> Result<Graph, EngineError> {
-        self.captured(|engine| engine.decode_step(num_tok))
     }
 
     /// A graph of some groups alone, for timing.
@@ -290,8 +324,8 @@ impl Engine {
         Ok(Graph { exec: exec.during("make a graph")?, device: Arc::clone(&self.device) })
     }
 
-    /// The launches of one step: the plan, then the greedy choice, which also moves the positions on.
-    fn decode_step(&mut self, num_tok: usize) -> Result<(), EngineError> {
+    /// The launches of one step: the plan, then the choice, which also moves the positions on.
+    fn decode_step(&mut self, num_tok: usize, choice: Choice) -> Result<(), EngineError> {
         let view = self.decode_view(num_tok);
         self.work.row = self.plan.widths;
         if !self.decodes_fully(&view) {
@@ -299,6 +333,9 @@ impl Engine {
         }
         for i in 0..self.groups.len() {
             self.group(i, &view)?;
+        }
+        if choice == Choice::Drawn {
+            return self.draw(num_tok);
         }
         let args = ArgmaxArgs {
             tokens: view.tokens,
@@ -311,18 +348,19 @@ impl Engine {
         Ok(self.fast.launch("argmax_rows", launch::argmax(num_tok), &args)?)
     }
 
-    fn send_tokens(&mut self, turn: usize, num_tok: usize) -> Result<(), CudaError> {
+    fn send_tokens(&mut self, turn: usize) -> Result<(), CudaError> {
         self.device.current()?;
         let (pinned, event) = &mut self.decode.ring[turn];
-        let bytes = &mut pinned.as_mut()[..4 * num_tok];
         // SAFETY: the pinned bytes are read only after their event; the tokens' buffer holds as many.
-        unsafe { result::memcpy_dtoh_async(bytes, self.decode.tokens.at(0), self.device.stream()) }.during("copy tokens")?;
+        unsafe { result::memcpy_dtoh_async(pinned.as_mut(), self.decode.tokens.at(0), self.device.stream()) }
+            .during("copy tokens")?;
         event.record(self.device.stream())
     }
 
-    fn receive_tokens(&mut self, turn: usize, num_tok: usize) -> Result<Vec<u32>, CudaError> {
+    /// `[ids of DECODE_TOK sequences, their faults]`.
+    fn receive_tokens(&mut self, turn: usize) -> Result<Vec<u32>, CudaError> {
         let (pinned, event) = &self.decode.ring[turn];
         event.wait()?;
-        Ok(pinned.as_slice()[..4 * num_tok].chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        Ok(pinned.as_slice().chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 }

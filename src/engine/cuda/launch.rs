@@ -511,6 +511,58 @@ pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid 
     Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(5 * RUN * (head_dim + 8) * 2)
 }
 
+/// Ranks of latents that kernels were built for, with rotary parts of [`LATENT_ROPE`].
+pub const LATENT_RANKS: [usize; 1] = [512];
+/// Rotary elements of a latent row.
+pub const LATENT_ROPE: usize = 64;
+/// Most elements of a latent head without position.
+pub const LATENT_NOPE: usize = 128;
+/// Tokens of a tile of latents; `TILE` in `latent.cu`.
+const LATENT_TILE: usize = 32;
+
+/// Most blocks that share the latents of one sequence and sixteen heads.
+pub fn latent_splits(heads: usize, num_tok: usize) -> usize {
+    (128 / (num_tok.max(1) * heads.div_ceil(16))).clamp(1, 64)
+}
+
+/// Queries in latent space.
+pub fn latent_query(rank: usize, heads: usize, num_tok: usize) -> Grid {
+    Grid::new([rank / 64, heads, num_tok.div_ceil(8)], 256)
+}
+
+/// Attention on latents.
+pub fn latent_attention(rank: usize, heads: usize, num_tok: usize) -> Grid {
+    let tiles = 2 * LATENT_TILE * (rank + LATENT_ROPE + 8) * 2;
+    let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 16 * (LATENT_TILE + 8) * 2;
+    Grid::new([latent_splits(heads, num_tok), heads.div_ceil(16), num_tok], 256).shared(tiles + scores)
+}
+
+/// From mixed latents to values, with the rows of a block: each block merges the splits of its tokens, so that many tokens take
+/// fewer and larger ones.
+pub fn latent_value(v: usize, heads: usize, num_tok: usize) -> (Grid, usize) {
+    let rows = match num_tok {
+        0..=2 => 16,
+        3..=8 => 32,
+        _ => 64,
+    };
+    (Grid::new([v.div_ceil(rows), heads, num_tok.div_ceil(4)], 256), rows)
+}
+
+/// Slices of a row of logits, and bins of a histogram of weights; `SLICES` and `BINS` in `sample.cu`.
+pub const SAMPLE_SLICES: usize = 32;
+/// See [`SAMPLE_SLICES`].
+pub const SAMPLE_BINS: usize = 2048;
+
+/// Histograms of weights.
+pub fn sample_bins(num_rows: usize) -> Grid {
+    Grid::new([SAMPLE_SLICES, num_rows, 1], 256)
+}
+
+/// Cuts and draws.
+pub fn sample_draw(num_rows: usize) -> Grid {
+    Grid::new([num_rows, 1, 1], 1024)
+}
+
 /// Greedy choice: enough blocks to read the logits of few rows at full speed.
 pub fn argmax(num_rows: usize) -> Grid {
     Grid::new([(64 / num_rows.max(1)).max(4), num_rows, 1], 256)
@@ -576,6 +628,18 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// Partial results of latent attention stay within what is kept for `DECODE_TOK` tokens of two splits, at any number of heads.
+    #[test]
+    fn latent_splits_fit_the_workspace() {
+        for t in 1..=DECODE_TOK {
+            for heads in [1, 16, 17, 128] {
+                assert!(latent_splits(heads, t) * t <= 2 * DECODE_TOK, "{heads} {t}");
+            }
+            let shared = latent_attention(512, 16, t).shared_bytes as usize;
+            assert!(shared <= RTX_3090.block_shared_bytes, "{shared}");
         }
     }
 

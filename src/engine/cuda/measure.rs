@@ -87,7 +87,7 @@ impl Engine {
         let name = |g: &super::fuse::Group| g.block.as_ref().map_or("embed", |b| b.name());
         let kinds: Vec<&'static str> = self.groups().iter().map(name).collect();
         let mut times = Vec::new();
-        for kind in ["embed", "attention", "moe", "mlp", "head"] {
+        for kind in ["embed", "attention", "latent", "moe", "mlp", "head"] {
             let which: Vec<usize> = (0..kinds.len()).filter(|&i| kinds[i] == kind).collect();
             if which.is_empty() {
                 continue;

@@ -5,11 +5,13 @@
 
 mod blocks;
 pub mod budget;
+pub mod clocks;
 pub mod device;
 mod exec;
 mod fast;
 pub mod fuse;
 mod graph;
+mod latent;
 pub mod launch;
 mod load;
 pub mod measure;
@@ -18,6 +20,7 @@ pub mod module;
 mod pages;
 mod plain;
 pub mod routing;
+mod sampling;
 pub mod slots;
 mod transfer;
 
@@ -282,6 +285,7 @@ impl Widths {
                 Attn::Mla(a) => {
                     w.latent_q = w.latent_q.max(a.heads * (a.kv_rank + a.rope));
                     w.latent_out = w.latent_out.max(a.heads * a.kv_rank);
+                    w.partial = w.partial.max(a.heads * (a.kv_rank + 4));
                 }
                 Attn::Gqa(a) => {
                     w.partial = w.partial.max(16 * (a.head_dim + 4));
@@ -491,16 +495,35 @@ impl Engine {
         let vocab = self.spec.vocab;
         let (num_tok, rows) = (batch.tokens.len(), batch.logit_rows());
         if num_tok > self.work.capacity_tok || rows.len() > self.work.capacity_rows {
-            let (tok, rows) = (num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows));
-            self.device.synchronize()?;
-            self.decode.forget_graphs();
-            self.work = Workspace::new(&self.device, &self.plan, &self.spec, tok, rows)?;
+            self.grow(num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows))?;
         }
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = vocab;
         self.host = Default::default();
         self.pending = Some(batch.segments.iter().map(|s| (s.seq, s.start + s.len)).collect());
         self.describe(batch, &rows)
+    }
+
+    /// Makes the workspace larger, within the budget. Where there is no room it keeps its size and the engine goes on.
+    fn grow(&mut self, tok: usize, rows: usize) -> Result<(), EngineError> {
+        let bytes = |tok, rows| Workspace::planned_bytes(&self.plan, &self.spec, tok, rows);
+        let before = (self.work.capacity_tok, self.work.capacity_rows);
+        let total = self.vram.total_bytes - bytes(PLANNED_TOK, DECODE_TOK) + bytes(tok, rows);
+        if total > self.vram.budget_bytes {
+            let free = memory::gigabytes(self.vram.budget_bytes);
+            return Err(CudaError::Memory { needed: memory::gigabytes(total), free }.into());
+        }
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        let sized = |tok, rows| Workspace::new(&self.device, &self.plan, &self.spec, tok, rows);
+        // The old one goes first: both together may not fit.
+        self.work = sized(0, 0)?;
+        let (work, result) = match sized(tok, rows) {
+            Ok(work) => (work, Ok(())),
+            Err(error) => (sized(before.0, before.1)?, Err(error.into())),
+        };
+        self.work = work;
+        result
     }
 
     /// Uploads tokens, positions, page tables and rotations.
@@ -688,13 +711,13 @@ impl Workspace {
         slots.map(|s| plan.widths[s]).max().unwrap_or(0)
     }
 
-    fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize) -> u64 {
+    fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> u64 {
         let w = Widths::of(spec);
         let all: usize = plan.widths.iter().sum::<usize>() - plan.widths[Slot::Logits as usize];
         let pairs = tok.min(EXPERTS_TOK) * w.top_k;
         let floats = tok * (all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out) + pairs * spec.width;
         let planes = Planes::bytes(tok, Self::widest(plan) + spec.width) + Planes::bytes(pairs, w.inner);
-        let decode = DECODE_TOK * spec.vocab + launch::SPLIT_BLOCKS * w.partial;
+        let decode = rows * spec.vocab + launch::SPLIT_BLOCKS * w.partial;
         (4 * (floats + decode) + planes) as u64
     }
 }

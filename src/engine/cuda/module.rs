@@ -55,8 +55,10 @@ pub const PROGRAMS: &[Source] = &[
     source!("moe.cu", "w8_c"),
     source!("moe.cu", "w16"),
     source!("attention.cu"),
+    source!("latent.cu"),
     source!("rows.cu"),
     source!("tiers.cu"),
+    source!("sample.cu"),
 ];
 /// Files they include.
 pub const HEADERS: &[Source] = &[

@@ -1,0 +1,103 @@
+//! What the CUDA engine does as a whole: budgets, sampling.
+//!
+//! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`.
+
+use moe::artifact::weights::Weights;
+use moe::engine::cuda::{self, CudaError, Device, Options};
+use moe::engine::{Batch, Engine, EngineError, Rows, Turn};
+use moe::ids::SeqId;
+use moe::model::plan::Slot;
+use moe::sample::{Sampler, SamplerConfig};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+
+fn has_gpu() -> bool {
+    match Device::open(0) {
+        Ok(_) => true,
+        Err(reason) => {
+            assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
+            println!("SKIPPED: {reason}");
+            false
+        }
+    }
+}
+
+fn open(budget_bytes: Option<u64>) -> cuda::Engine {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny");
+    let weights = Arc::new(Weights::open(&dir).unwrap());
+    let options = Options { budget_bytes, ..Options::default() };
+    cuda::Engine::open(weights, options, &mut |_, _| (), &mut |_| ()).unwrap()
+}
+
+fn pass(seqs: std::ops::Range<u32>, len: usize) -> Batch {
+    let mut batch = Batch::default();
+    seqs.for_each(|s| batch.push(SeqId(s), 0, &vec![1; len], Rows::Last, len));
+    batch
+}
+
+/// The workspace of 32 prompts is many times the planned one, the budget leaves 1 % over the plan of one. Trips if growth is not held
+/// against the budget, or if a refused pass leaves the engine unusable.
+#[test]
+fn a_pass_that_outgrows_the_budget_is_refused() {
+    if !has_gpu() {
+        return;
+    }
+    let roomy = open(None).vram().clone();
+    let page = roomy.cache_bytes / roomy.pages;
+    let budget = roomy.total_bytes - roomy.cache_bytes + 1024 * page;
+    let mut engine = open(Some(budget + budget / 100));
+    let error = engine.pass(&pass(0..32, 256)).unwrap_err();
+    assert!(matches!(error, EngineError::Cuda(CudaError::Memory { .. })), "{error}");
+    (0..32).for_each(|s| engine.release(SeqId(s)));
+    engine.pass(&pass(0..1, 256)).unwrap();
+    assert!(engine.slot(Slot::Logits).unwrap().iter().all(|x| x.is_finite()));
+}
+
+/// Tokens that the device samples in its graph are those that the host samples from the logits of the same graph, pass by pass, over
+/// several page borders, for sequences of different settings. Exact: both sum integers. Trips if a sequence is given another's
+/// settings, state or history.
+#[test]
+fn sampled_tokens_are_the_hosts() {
+    const STEPS: usize = 60;
+    if !has_gpu() {
+        return;
+    }
+    let config = |i: usize| SamplerConfig {
+        temperature: [0.8, 0.0, 1.3][i],
+        top_k: [Some(20), None, None][i],
+        top_p: [Some(0.9), None, None][i],
+        min_p: [None, None, Some(0.05)][i],
+        repeat_penalty: [1.0, 1.3, 1.1][i],
+        seed: i as u64,
+    };
+    let run = |on_device: bool| {
+        let mut tokens: Vec<Vec<u32>> = (0..3).map(|i| vec![5 + i; 11 + i as usize]).collect();
+        let mut samplers: Vec<Sampler> = (0..3).map(|i| Sampler::new(config(i)).unwrap()).collect();
+        let mut engine = Engine::from(open(None));
+        let vocab = engine.spec().vocab;
+        let mut prompts = Batch::default();
+        for (seq, tokens) in (0..).zip(&tokens) {
+            prompts.push(SeqId(seq), 0, &tokens[..tokens.len() - 1], Rows::None, 128);
+        }
+        engine.pass(&prompts).unwrap();
+        if on_device {
+            let turns = (0..).map(SeqId).zip(&mut tokens).zip(&mut samplers);
+            let mut turns: Vec<Turn<'_>> = turns.map(|((seq, tokens), sampler)| Turn { seq, tokens, sampler }).collect();
+            engine.decode(&mut turns, STEPS, 128, &mut |_| ControlFlow::Continue(())).unwrap();
+        }
+        for _ in 0..if on_device { 0 } else { STEPS } {
+            let mut batch = Batch::default();
+            for (seq, tokens) in (0..).zip(&tokens) {
+                batch.push(SeqId(seq), tokens.len() - 1, &tokens[tokens.len() - 1..], Rows::Last, 128);
+            }
+            engine.pass(&batch).unwrap();
+            let logits = engine.slot(Slot::Logits).unwrap();
+            for ((row, sampler), tokens) in logits.chunks_exact(vocab).zip(&mut samplers).zip(&mut tokens) {
+                tokens.push(sampler.sample(row, tokens).unwrap());
+            }
+        }
+        (tokens, samplers.iter().map(Sampler::state).collect::<Vec<u64>>())
+    };
+    assert_eq!(run(true), run(false));
+}
