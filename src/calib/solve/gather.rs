@@ -140,37 +140,36 @@ fn expert(
     engine: &Engine,
     work: &ExpertWork,
     expert: ExpertId,
-    (experts, gates): &(Vec<u32>, Vec<f32>),
+    (chosen, gates): &(Vec<u32>, Vec<f32>),
     num_tok: usize,
     sums: &mut [Gathered],
 ) -> Result<(), EngineError> {
-    let top_k = experts.len() / num_tok.max(1);
+    let top_k = chosen.len() / num_tok.max(1);
     let visits: Vec<(usize, f32)> = if work.pooled {
         (0..num_tok).map(|t| (t, 1.0)).collect()
     } else {
-        let chosen = experts.iter().zip(gates).enumerate().filter(|(_, (e, _))| **e == expert.0);
-        chosen.map(|(i, (_, gate))| (i / top_k, *gate)).collect()
+        let own = chosen.iter().zip(gates).enumerate().filter(|(_, (e, _))| **e == expert.0);
+        own.map(|(i, (_, gate))| (i / top_k, *gate)).collect()
     };
-    if visits.is_empty() {
-        return Ok(());
-    }
     let src = engine.slot(work.src);
-    let width = src.len() / num_tok;
-    let mut x: Vec<f32> = visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect();
-    let weigh = |x: &mut [f32], width: usize| {
-        for (row, (_, gate)) in x.chunks_exact_mut(width).zip(&visits) {
-            row.iter_mut().for_each(|v| *v *= gate);
-        }
-    };
+    let width = src.len() / num_tok.max(1);
     let last = sums.len() - 1;
-    if work.inner {
-        let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
-        weigh(&mut inner, work.width);
-        sums[last].moments.add(&inner);
-    }
-    if work.inputs {
-        weigh(&mut x, width);
-        sums[0].moments.add(&x);
+    for visits in visits.chunks(experts::VISITS) {
+        let mut x: Vec<f32> = visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect();
+        let weigh = |x: &mut [f32], width: usize| {
+            for (row, (_, gate)) in x.chunks_exact_mut(width).zip(visits) {
+                row.iter_mut().for_each(|v| *v *= gate);
+            }
+        };
+        if work.inner {
+            let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
+            weigh(&mut inner, work.width);
+            sums[last].moments.add(&inner);
+        }
+        if work.inputs {
+            weigh(&mut x, width);
+            sums[0].moments.add(&x);
+        }
     }
     Ok(())
 }

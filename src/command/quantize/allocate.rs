@@ -165,13 +165,7 @@ pub(super) struct Offer {
 }
 
 /// The items of a model, if the budget holds the smallest of each.
-pub(super) fn offer(
-    weights: &Inventory,
-    plan: &Plan,
-    request: &Request,
-    decisions: &Decisions,
-    budget: u64,
-) -> Result<Offer> {
+pub(super) fn offer(weights: &Inventory, plan: &Plan, request: &Request, decisions: &Decisions, budget: u64) -> Result<Offer> {
     let items = items(weights, plan, request, decisions);
     let fixed = plan.totals.bytes - items.iter().map(|i| current(i, decisions, weights, plan)).sum::<u64>();
     let sizes: Vec<Vec<allocate::Choice>> = items.iter().map(|i| i.options.iter().map(|(_, c)| *c).collect()).collect();
@@ -416,10 +410,14 @@ fn uniform(items: &[Item], decisions: &Decisions, budget: u64) -> Vec<Candidate>
         items.iter().map(index).collect()
     };
     let profile = pick(&|i| i.ids.first().map(|&id| decisions.format(id))).map(|c| ("profile".to_string(), c));
-    let recipes = OPTIONS.iter().flat_map(|o| [(*o, *o), (*o, "int8:channel"), (*o, "int8:g128")]).filter_map(|(experts, rest)| {
-        let choices = pick(&|i| if i.kind == "experts" { experts } else { rest }.parse().ok())?;
-        Some((if experts == rest { format!("uniform {experts}") } else { format!("experts {experts}, rest {rest}") }, choices))
-    });
+    let recipes =
+        OPTIONS.iter().flat_map(|o| [(*o, *o), (*o, "int8:channel"), (*o, "int8:g128")]).filter_map(|(experts, rest)| {
+            let choices = pick(&|i| if i.kind == "experts" { experts } else { rest }.parse().ok())?;
+            Some((
+                if experts == rest { format!("uniform {experts}") } else { format!("experts {experts}, rest {rest}") },
+                choices,
+            ))
+        });
     let mut fitting: Vec<Candidate> = Vec::new();
     for (name, choices) in profile.into_iter().chain(recipes) {
         if total(items, &choices, |c| c.bytes as f64) <= budget as f64 && fitting.iter().all(|f| f.choices != choices) {
@@ -487,7 +485,12 @@ fn report_of(items: &[Item], tried: &[Candidate], best: usize, rows: &[Row], bud
 }
 
 /// The plan with allocated formats.
-pub(super) fn replan(run: &Run<'_>, decisions: &Decisions, formats: &HashMap<TensorId, Format>, shard_bytes: u64) -> Result<Plan> {
+pub(super) fn replan(
+    run: &Run<'_>,
+    decisions: &Decisions,
+    formats: &HashMap<TensorId, Format>,
+    shard_bytes: u64,
+) -> Result<Plan> {
     let choose = |id: TensorId| match formats.get(&id) {
         Some(&format) => Choice { format, reason: Some("allocated".into()) },
         None => choice(decisions, id),

@@ -1,7 +1,7 @@
 //! `moe quantize --method importance` and `gptq`: codes chosen with the activations of a calibration text.
 
-use super::allocate::{self, Offer};
 use super::Request;
+use super::allocate::{self, Offer};
 use crate::artifact::manifest::{Calibration, Manifest};
 use crate::artifact::plan::Plan;
 use crate::artifact::weights::Weights;
@@ -110,6 +110,7 @@ pub(super) fn write(
         Some(offer) => {
             let allocated = allocate::allocate(&run, decisions, &held, &work, offer, out)?;
             report["allocation"] = allocated.report;
+            let mut anew = Vec::new();
             let mut best: Option<(f64, Plan, Outcome)> = None;
             for finalist in &allocated.finalists {
                 let plan = allocate::replan(&run, decisions, &finalist.formats, request.shard_bytes)?;
@@ -117,12 +118,14 @@ pub(super) fn write(
                 let outcome = run.solve_plan(&work, &plan, &format, out)?;
                 let measured = allocate::measure_whole(&run, &outcome.solved, &held, out)?;
                 out.line(format!("{}, codes chosen anew behind its own layers: KLD {measured:.5}", finalist.name));
+                anew.push(json!({"name": finalist.name, "measured_kld": measured}));
                 if best.as_ref().is_none_or(|(least, ..)| measured < *least) {
                     report["allocation"]["measured_kld"] = json!(measured);
                     report["allocation"]["written"] = json!(finalist.name);
                     best = Some((measured, plan, outcome));
                 }
             }
+            report["allocation"]["anew"] = json!(anew);
             let (_, plan, outcome) = best.ok_or_else(|| UserError::new("nothing could be allocated"))?;
             (Some(plan), outcome)
         }
