@@ -30,7 +30,7 @@ const LEAST_MEMORY: u64 = 16 << 20;
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let request = Request::resolve(args)?;
     let model = match request.method {
-        Method::Alone(_) => Model::Tensors(Inventory::open(&args.model)?),
+        Method::Alone(_) => Model::Tensors(Box::new(Inventory::open(&args.model)?)),
         Method::Calibrated { .. } => Model::Whole(Arc::new(Weights::open(&args.model)?)),
     };
     let weights = model.inventory();
@@ -62,7 +62,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
 
 /// What was opened: tensors are enough to round them, and calibration runs the model.
 enum Model {
-    Tensors(Inventory),
+    Tensors(Box<Inventory>),
     Whole(Arc<Weights>),
 }
 
