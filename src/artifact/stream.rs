@@ -17,6 +17,7 @@ use crate::quant::round::{self, RoundError, Rounding};
 use crate::tensor::{self, Dtype};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
@@ -71,7 +72,7 @@ enum What {
 /// Where a chunk's first element lies in its source tensor, for errors.
 #[derive(Clone)]
 struct Place<'a> {
-    tensor: std::borrow::Cow<'a, str>,
+    tensor: Cow<'a, str>,
     shape: Vec<usize>,
     first: usize,
 }
@@ -98,7 +99,7 @@ enum Done<'a> {
     Open(&'a Shard),
     Borrowed(&'a [u8]),
     Owned(Vec<u8>),
-    Coded { id: TensorId, codes: Vec<u8>, scales: Vec<u8> },
+    Coded { id: TensorId, codes: Cow<'a, [u8]>, scales: Cow<'a, [u8]> },
     Scales(TensorId),
     Left(TensorId),
     Release(String),
@@ -251,7 +252,7 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
         Chunk::Chosen { id, words, scales } => {
             let read: u64 = job.weights.get(id).map_or(0, |w| w.stored_bytes() as u64);
             (job.progress)(read);
-            Ok(Done::Coded { id, codes: words.to_vec(), scales: scales.to_vec() })
+            Ok(Done::Coded { id, codes: words.into(), scales: scales.into() })
         }
         Chunk::Bytes(bytes) => Ok(Done::Owned(bytes)),
         Chunk::Release(name) => Ok(Done::Release(name)),
@@ -290,7 +291,7 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
                 }
                 What::Codes { id, bits, group } => {
                     let (codes, scales) = encode(job, floats, weight.cols, (bits, group), &from)?;
-                    Done::Coded { id, codes, scales }
+                    Done::Coded { id, codes: codes.into(), scales: scales.into() }
                 }
             };
             (job.progress)((weight.stored_bytes() / weight.rows.max(1) * rows.len()) as u64);
@@ -409,7 +410,7 @@ impl<'a> Sink<'a> {
                 Done::Owned(bytes) => self.put(&bytes)?,
                 Done::Coded { id, codes, scales } => {
                     self.put(&codes)?;
-                    self.scales.entry(id).or_default().extend(scales);
+                    self.scales.entry(id).or_default().extend_from_slice(&scales);
                 }
                 Done::Scales(id) => {
                     let scales = self.scales.remove(&id).unwrap_or_default();

@@ -82,6 +82,14 @@ impl Moments {
         });
     }
 
+    /// Adds the sums of `other`, of as many columns and as full, brought to a mean energy of 1.
+    pub fn add_normalised(&mut self, other: &Self) {
+        let energy: f64 = other.diagonal().iter().map(|d| f64::from(*d)).sum();
+        let factor = if energy > 0.0 { (self.cols as f64 / energy) as f32 } else { 0.0 };
+        self.tokens += other.tokens;
+        self.sums.iter_mut().zip(&other.sums).for_each(|(s, o)| *s += factor * o);
+    }
+
     /// `sum of w x_i^2`, `[K]`.
     pub fn diagonal(&self) -> Vec<f32> {
         let step = if self.full { self.cols + 1 } else { 1 };

@@ -1,20 +1,33 @@
 //! Second moments of the inputs of matrices, summed while a block is run.
 
-use super::stage::{ExpertWork, Stage};
+use super::stage::{ExpertWork, Stage, blocks};
 use super::{SolveError, Task};
+use crate::artifact::error::ArtifactError;
 use crate::engine::cpu::{Engine, experts};
 use crate::engine::{Batch, EngineError, Event};
-use crate::ids::{ExpertId, Role, TensorId};
+use crate::ids::{ExpertId, LayerId, Role, TensorId};
+use crate::model::plan::{Plan, Slot, Step};
+use crate::model::spec::{Ffn, ModelSpec};
 use crate::quant::gptq::Moments;
 use rayon::prelude::*;
 use std::ops::Range;
+
+/// What second moments are summed over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Over {
+    /// Tokens that these matrices see.
+    Tokens,
+    /// All tokens, since none chose these.
+    AllTokens,
+    /// Rows of the matrices that read what these write.
+    Readers,
+}
 
 /// Inputs that some matrices share.
 pub(super) struct Gathered {
     pub ids: Vec<TensorId>,
     pub expert: Option<ExpertId>,
-    /// All tokens stand in for those that chose none of these.
-    pub pooled: bool,
+    pub over: Over,
     pub moments: Moments,
 }
 
@@ -22,25 +35,72 @@ impl Gathered {
     /// Empty sums for everything a stage watches: its buffers in order, then its experts, inputs before what down sees.
     pub fn start(stage: &Stage, task: &Task<'_>, open: &dyn Fn(TensorId) -> bool) -> Vec<Self> {
         let cols = |id: TensorId| task.weights.get(id).map_or(0, |w| w.cols);
-        let new = |ids: Vec<TensorId>, expert, pooled| {
+        let new = |ids: Vec<TensorId>, expert, over| {
             let moments = Moments::new(ids.first().map_or(0, |&id| cols(id)), task.feedback);
-            Gathered { ids, expert, pooled, moments }
+            Gathered { ids, expert, over, moments }
         };
-        let mut all: Vec<Self> = stage.watched.iter().map(|(_, _, ids)| new(ids.clone(), None, false)).collect();
+        let mut all: Vec<Self> = stage.watched.iter().map(|(_, _, ids)| new(ids.clone(), None, Over::Tokens)).collect();
         if let Some(work) = &stage.experts {
+            let over = if work.pooled { Over::AllTokens } else { Over::Tokens };
             for &e in &work.experts {
                 let of = |roles: &[Role]| -> Vec<TensorId> {
                     roles.iter().map(|&r| TensorId::expert(work.layer, e, r)).filter(|&id| open(id)).collect()
                 };
                 if work.inputs {
-                    all.push(new(of(&[Role::ExpertGate, Role::ExpertUp]), Some(e), work.pooled));
+                    all.push(new(of(&[Role::ExpertGate, Role::ExpertUp]), Some(e), over));
                 }
                 if work.inner {
-                    all.push(new(of(&[Role::ExpertDown]), Some(e), work.pooled));
+                    all.push(new(of(&[Role::ExpertDown]), Some(e), over));
                 }
             }
         }
         all
+    }
+}
+
+/// What an error of the embedding does to the products of the first layer, each block of it counting alike: second moments of the
+/// rows of the matrices that read the residual stream, each times the gain of the norm before it. Later layers read it through what
+/// these have made of it.
+pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveError> {
+    let spec = task.weights.spec();
+    let vanished = |id: TensorId| ArtifactError::Vanished { tensor: id.to_string() };
+    let values = |id: TensorId| -> Result<Vec<f32>, SolveError> {
+        let weight = task.weights.get(id).ok_or_else(|| vanished(id))?;
+        Ok(weight.to_f32().map_err(|e| ArtifactError::Decode { tensor: id.to_string(), source: Box::new(e) })?)
+    };
+    let mut all = Moments::new(spec.width, task.feedback);
+    let steps = plan.layers.first().map_or(&[][..], |layer| &plan.steps[layer.clone()]);
+    for block in blocks(steps) {
+        let mut found = Moments::new(spec.width, task.feedback);
+        let mut normed: Option<(Slot, Vec<f32>)> = None;
+        for step in &steps[block] {
+            if let Step::Norm { dst, src: Slot::Residual, w, .. } = *step {
+                normed = Some((dst, values(w)?));
+            }
+            let Some((slot, gain)) = &normed else { continue };
+            let ids: Vec<TensorId> = match *step {
+                Step::Experts { src, layer, .. } if src == *slot => {
+                    let roles = [Role::ExpertGate, Role::ExpertUp];
+                    let experts = (0..num_experts(spec, layer)).map(|e| ExpertId(e as u32));
+                    experts.flat_map(|e| roles.map(|role| TensorId::expert(layer, e, role))).collect()
+                }
+                _ => step.product().filter(|(_, src)| src == slot).map(|(w, _)| w).into_iter().collect(),
+            };
+            for id in ids {
+                let mut rows = values(id)?;
+                rows.chunks_exact_mut(spec.width).for_each(|row| row.iter_mut().zip(gain).for_each(|(x, g)| *x *= g));
+                found.add(&rows);
+            }
+        }
+        all.add_normalised(&found);
+    }
+    Ok(all)
+}
+
+fn num_experts(spec: &ModelSpec, layer: LayerId) -> usize {
+    match spec.layers.get(layer.0 as usize).map(|l| &l.ffn) {
+        Some(Ffn::Moe(m)) => m.router.experts,
+        Some(Ffn::Dense { .. }) | None => 0,
     }
 }
 
@@ -80,37 +140,36 @@ fn expert(
     engine: &Engine,
     work: &ExpertWork,
     expert: ExpertId,
-    (experts, gates): &(Vec<u32>, Vec<f32>),
+    (chosen, gates): &(Vec<u32>, Vec<f32>),
     num_tok: usize,
     sums: &mut [Gathered],
 ) -> Result<(), EngineError> {
-    let top_k = experts.len() / num_tok.max(1);
+    let top_k = chosen.len() / num_tok.max(1);
     let visits: Vec<(usize, f32)> = if work.pooled {
         (0..num_tok).map(|t| (t, 1.0)).collect()
     } else {
-        let chosen = experts.iter().zip(gates).enumerate().filter(|(_, (e, _))| **e == expert.0);
-        chosen.map(|(i, (_, gate))| (i / top_k, *gate)).collect()
+        let own = chosen.iter().zip(gates).enumerate().filter(|(_, (e, _))| **e == expert.0);
+        own.map(|(i, (_, gate))| (i / top_k, *gate)).collect()
     };
-    if visits.is_empty() {
-        return Ok(());
-    }
     let src = engine.slot(work.src);
-    let width = src.len() / num_tok;
-    let mut x: Vec<f32> = visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect();
-    let weigh = |x: &mut [f32], width: usize| {
-        for (row, (_, gate)) in x.chunks_exact_mut(width).zip(&visits) {
-            row.iter_mut().for_each(|v| *v *= gate);
-        }
-    };
+    let width = src.len() / num_tok.max(1);
     let last = sums.len() - 1;
-    if work.inner {
-        let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
-        weigh(&mut inner, work.width);
-        sums[last].moments.add(&inner);
-    }
-    if work.inputs {
-        weigh(&mut x, width);
-        sums[0].moments.add(&x);
+    for visits in visits.chunks(experts::VISITS) {
+        let mut x: Vec<f32> = visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect();
+        let weigh = |x: &mut [f32], width: usize| {
+            for (row, (_, gate)) in x.chunks_exact_mut(width).zip(visits) {
+                row.iter_mut().for_each(|v| *v *= gate);
+            }
+        };
+        if work.inner {
+            let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
+            weigh(&mut inner, work.width);
+            sums[last].moments.add(&inner);
+        }
+        if work.inputs {
+            weigh(&mut x, width);
+            sums[0].moments.add(&x);
+        }
     }
     Ok(())
 }

@@ -69,7 +69,7 @@ pub struct Module {
     pub id: String,
     /// Its format.
     pub format: String,
-    /// Tokens whose activations were summed.
+    /// Tokens whose activations were summed; 0 of an embedding, which is weighed by the matrices that read it.
     pub tokens: usize,
     /// No token chose this expert: all tokens stand in.
     pub pooled: bool,
@@ -178,9 +178,10 @@ pub fn solve(task: &Task<'_>, on: &mut dyn FnMut(Progress<'_>) -> bool) -> Resul
 fn outcome(task: &Task<'_>, choice: &Choice<'_>) -> Result<Outcome, SolveError> {
     let mut solved = Solved::default();
     let mut modules = Vec::new();
+    let tied = task.weights.spec().tied;
     let layers = (0..task.weights.spec().layers.len()).map(layer_name);
     for name in std::iter::once("embed".to_string()).chain(layers).chain(["head".to_string()]) {
-        let ids = task.weights.tensors().iter().map(|(id, _)| *id).filter(|id| part(*id) == name);
+        let ids = task.weights.tensors().iter().map(|(id, _)| *id).filter(|id| part(*id, tied) == name);
         solved.open(&codes_file(&choice.dir, &name), ids)?;
         modules.extend(read_modules(&modules_file(&choice.dir, &name))?);
     }
@@ -192,10 +193,10 @@ fn layer_name(l: usize) -> String {
 }
 
 /// The part of the model that a tensor is filed with.
-fn part(id: TensorId) -> String {
+fn part(id: TensorId, tied: bool) -> String {
     match (id.layer, id.role) {
         (Some(LayerId(l)), _) => layer_name(l as usize),
-        (None, Role::Embed) => "embed".into(),
+        (None, Role::Embed) if !tied => "embed".into(),
         (None, _) => "head".into(),
     }
 }

@@ -1,6 +1,6 @@
 //! Hidden states on their way through the model, and what is chosen for the weights they meet.
 
-use super::gather::{Gathered, gather};
+use super::gather::{Gathered, Over, gather, readers};
 use super::stage::{Stage, blocks};
 use super::{Advance, Module, Progress, SolveError, Task, codes_file, layer_name, modules_file, part, wave};
 use crate::artifact::error::ArtifactError;
@@ -54,8 +54,14 @@ impl<'a> Walk<'a> {
         self.wanted(id) && !self.open.iter().any(|(chosen, _)| chosen.contains_key(&id))
     }
 
+    /// Whether the embedding is also the head, and then chosen as the head.
+    fn tied(&self) -> bool {
+        self.task.weights.spec().tied
+    }
+
     fn ids_of<'s>(&'s self, name: &'s str) -> impl Iterator<Item = TensorId> + 's {
-        self.task.weights.tensors().iter().map(|(id, _)| *id).filter(move |id| part(*id) == name)
+        let tied = self.tied();
+        self.task.weights.tensors().iter().map(|(id, _)| *id).filter(move |id| part(*id, tied) == name)
     }
 
     /// If every choice has this part on file, lets the engine run the first choice's.
@@ -115,8 +121,12 @@ impl<'a> Walk<'a> {
 
     pub fn embed(&mut self) -> Result<(), SolveError> {
         if !self.begin("embed")? {
-            self.round(TensorId::global(Role::Embed))?;
-            self.run_chosen();
+            let id = TensorId::global(Role::Embed);
+            if !self.tied() && self.is_open(id) {
+                let moments = readers(self.task, self.engine.plan())?;
+                self.choose(vec![Gathered { ids: vec![id], expert: None, over: Over::Readers, moments }])?;
+                self.run_chosen();
+            }
             self.file("embed")?;
         }
         let width = self.task.weights.spec().width;
@@ -224,7 +234,7 @@ impl<'a> Walk<'a> {
         if self.begin("head")? {
             return Ok(());
         }
-        let id = TensorId::global(Role::Head);
+        let id = TensorId::global(if self.tied() { Role::Embed } else { Role::Head });
         if self.is_open(id) {
             let range = self.engine.plan().epilogue.clone();
             let steps = &self.engine.plan().steps[range.clone()];
@@ -239,7 +249,7 @@ impl<'a> Walk<'a> {
     /// Rounds a tensor whose inputs are not products: nothing weighs its errors.
     fn round(&mut self, id: TensorId) -> Result<(), SolveError> {
         let Some(cols) = self.task.weights.get(id).filter(|_| self.is_open(id)).map(|w| w.cols) else { return Ok(()) };
-        self.choose(vec![Gathered { ids: vec![id], expert: None, pooled: false, moments: Moments::identity(cols, 0) }])
+        self.choose(vec![Gathered { ids: vec![id], expert: None, over: Over::Tokens, moments: Moments::identity(cols, 0) }])
     }
 
     /// Quantizes the matrices whose inputs were gathered, for every choice.
@@ -260,19 +270,17 @@ impl<'a> Walk<'a> {
 
 /// For each choice, what becomes of the matrices that share these inputs.
 fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Chosen>>, SolveError> {
-    let Gathered { ids, moments, pooled, .. } = gathered;
+    let Gathered { ids, moments, over, .. } = gathered;
     let first = ids.first().map(TensorId::to_string).unwrap_or_default();
     let feedback = Feedback::new(&moments).map_err(|_| SolveError::Activations(first))?;
-    let tokens = moments.tokens();
+    let tokens = if over == Over::Readers { 0 } else { moments.tokens() };
     drop(moments);
-    let per_token = 1.0
-        / if tokens == 0 {
-            1.0
-        } else if pooled {
-            tokens as f64
-        } else {
-            rows.max(1) as f64
-        };
+    let pooled = over == Over::AllTokens;
+    let per_token = match over {
+        _ if tokens == 0 => 1.0,
+        Over::AllTokens => 1.0 / tokens as f64,
+        Over::Tokens | Over::Readers => 1.0 / rows.max(1) as f64,
+    };
     let mut found: Vec<Vec<Chosen>> = task.choices.iter().map(|_| Vec::new()).collect();
     for id in ids {
         let vanished = || ArtifactError::Vanished { tensor: id.to_string() };

@@ -1,15 +1,17 @@
 //! `moe quantize --target-size`: formats chosen under a budget of bytes, by what each does to the model's answers.
 //!
-//! One pass over the calibration text quantizes everything in every format. What an item does alone is measured once, in its
-//! coarsest format; its other formats are taken to do damage in proportion to their output error. The cheapest allocations by
-//! that sum, and the best uniform recipe that fits, are then measured whole, and the winner is chosen anew on its own activations.
+//! One pass over the calibration text quantizes everything in every format. What an item does alone is measured once, in one
+//! format; its other formats are taken to do damage in proportion to their output error. The cheapest allocations by that sum,
+//! and every uniform recipe that fits, are then measured whole. The winner's codes are chosen anew on its own activations; where it
+//! is no uniform recipe, so are the best uniform recipe's, and the better of the two is written.
 
 use super::calibrated::Run;
 use super::{Request, choice};
+use crate::artifact::inventory::Inventory;
 use crate::artifact::plan::{self, Choice, Plan};
 use crate::artifact::solved::Solved;
 use crate::artifact::weights::{Patch, Weights};
-use crate::calib::lockstep::{self, Candidate, Comparison};
+use crate::calib::lockstep::{self, Comparison};
 use crate::calib::solve::{Advance, Outcome};
 use crate::calib::windows::Window;
 use crate::cli::QuantizeArgs;
@@ -35,7 +37,9 @@ const WHOLE_WINDOWS: usize = 24;
 /// Candidates besides the uniform one.
 const CANDIDATES: usize = 3;
 /// What an item may get, coarsest first; the source is always possible.
-const OPTIONS: [&str; 4] = ["int4:g128", "int4:g64", "int4:g32", "int8:g128"];
+const OPTIONS: [&str; 6] = ["int4:channel", "int4:g128", "int4:g64", "int4:g32", "int8:channel", "int8:g128"];
+/// The format in which an item is measured alone, where it may have it.
+const MEASURED: Format = Format::INT4_G128;
 
 /// Bytes that all tensors may take.
 pub(super) fn budget(args: &QuantizeArgs, plan: &Plan) -> Result<Option<u64>> {
@@ -59,9 +63,16 @@ struct Item {
     options: Vec<(Format, allocate::Choice)>,
 }
 
+/// A format for every tensor of an item, and how the report names it.
+pub(super) struct Finalist {
+    pub name: String,
+    pub formats: HashMap<TensorId, Format>,
+}
+
 /// What was chosen, and what is known about it.
 pub(super) struct Allocated {
-    pub formats: HashMap<TensorId, Format>,
+    /// The candidate with the least measured divergence first; the best uniform recipe second unless it is the first.
+    pub finalists: Vec<Finalist>,
     /// For the report.
     pub report: Value,
 }
@@ -79,21 +90,14 @@ pub(super) fn hold_out(windows: Vec<Window>) -> (Vec<Window>, Vec<Window>) {
 /// Chooses a format for every tensor that the profile quantizes and no override names.
 pub(super) fn allocate(
     run: &Run<'_>,
-    request: &Request,
     decisions: &Decisions,
     held: &[Window],
     work: &WorkDir,
-    budget: u64,
+    Offer { mut items, budget, fixed }: Offer,
     out: Out,
 ) -> Result<Allocated> {
-    let mut items = items(run, request, decisions)?;
-    let fixed = run.plan.totals.bytes - items.iter().map(|i| current(i, decisions, run)).sum::<u64>();
-    let sizes: Vec<Vec<allocate::Choice>> = items.iter().map(|i| i.options.iter().map(|(_, c)| *c).collect()).collect();
-    if let Err(Infeasible { smallest }) = allocate::allocate(&sizes, budget.saturating_sub(fixed)) {
-        return Err(infeasible(budget, smallest + fixed, decisions, run.weights));
-    }
     let budget = budget - fixed;
-    let ways = ways(&items, decisions);
+    let ways = ways(&items);
     let formats: Vec<Box<dyn Fn(TensorId) -> Format + Sync>> = ways
         .iter()
         .map(|(_, map)| Box::new(|id: TensorId| map.get(&id).copied().unwrap_or_else(|| decisions.format(id))) as Box<_>)
@@ -103,31 +107,107 @@ pub(super) fn allocate(
     let solved = run.solve(work, &named, Advance::Source, out)?;
     predict(run, &mut items, &ways, &solved, held, out)?;
 
-    let mut candidates = candidates(&items, budget);
-    candidates.extend(uniform(&items, budget));
+    let mut tried: Vec<Candidate> = uniform(&items, decisions, budget);
+    let uniform = tried.len();
+    for choices in candidates(&items, budget) {
+        if tried.iter().all(|t| t.choices != choices) {
+            tried.push(Candidate { name: format!("allocation {}", tried.len() - uniform + 1), choices });
+        }
+    }
     let few: Vec<Window> = held.iter().take(WHOLE_WINDOWS).cloned().collect();
-    let patched: Vec<Weights> = candidates.iter().map(|c| patched(run.weights, &items, c, &ways, &solved)).collect();
+    let patched: Vec<Weights> = tried.iter().map(|t| patched(run.weights, &items, &t.choices, &ways, &solved)).collect();
     let measured = divergence(run, patched, &few, "candidates", out)?;
-    let rows: Vec<(f64, f64, u64)> = candidates
+    let least = |of: std::ops::Range<usize>| of.min_by(|&a, &b| measured[a].total_cmp(&measured[b]));
+    let best = least(0..tried.len()).unwrap_or(0);
+    let other = least(0..uniform).filter(|&u| u != best);
+    let rows: Vec<Row> = tried
         .iter()
         .zip(&measured)
-        .map(|(c, m)| (total(&items, c, |c| c.cost), *m, fixed + total(&items, c, |c| c.bytes as f64) as u64))
+        .map(|(t, &measured)| Row {
+            predicted: total(&items, &t.choices, |c| c.cost),
+            measured,
+            bytes: fixed + total(&items, &t.choices, |c| c.bytes as f64) as u64,
+        })
         .collect();
-    let best = (0..candidates.len()).min_by(|&a, &b| measured[a].total_cmp(&measured[b])).unwrap_or(0);
-    let chosen = &candidates[best];
-    let formats = items.iter().zip(chosen).flat_map(|(i, &c)| i.ids.iter().map(move |&id| (id, i.options[c].0))).collect();
-    show(&items, &candidates, best, &rows, out);
-    Ok(Allocated { formats, report: report_of(&items, &candidates, best, &rows, budget + fixed) })
+    show(&items, &tried, best, &rows, out);
+    let finalists = std::iter::once(best).chain(other).map(|t| tried[t].formats(&items)).collect();
+    Ok(Allocated { finalists, report: report_of(&items, &tried, best, &rows, budget + fixed) })
 }
 
-fn infeasible(budget: u64, smallest: u64, decisions: &Decisions, weights: &Weights) -> anyhow::Error {
+/// An allocation to be measured: for each item the index of its option.
+struct Candidate {
+    name: String,
+    choices: Vec<usize>,
+}
+
+impl Candidate {
+    fn formats(&self, items: &[Item]) -> Finalist {
+        let each = items.iter().zip(&self.choices);
+        let formats = each.flat_map(|(i, &c)| i.ids.iter().map(move |&id| (id, i.options[c].0))).collect();
+        Finalist { name: self.name.clone(), formats }
+    }
+}
+
+/// What is known of a candidate.
+struct Row {
+    predicted: f64,
+    measured: f64,
+    bytes: u64,
+}
+
+/// What a budget can be spent on.
+pub(super) struct Offer {
+    items: Vec<Item>,
+    /// Bytes that all tensors may take.
+    pub budget: u64,
+    /// Bytes of everything else than the items.
+    pub fixed: u64,
+}
+
+/// The items of a model, if the budget holds the smallest of each.
+pub(super) fn offer(weights: &Inventory, plan: &Plan, request: &Request, decisions: &Decisions, budget: u64) -> Result<Offer> {
+    let items = items(weights, plan, request, decisions);
+    let fixed = plan.totals.bytes - items.iter().map(|i| current(i, decisions, weights, plan)).sum::<u64>();
+    let sizes: Vec<Vec<allocate::Choice>> = items.iter().map(|i| i.options.iter().map(|(_, c)| *c).collect()).collect();
+    match allocate::allocate(&sizes, budget.saturating_sub(fixed)) {
+        Err(Infeasible { smallest }) => Err(infeasible(budget, smallest + fixed, decisions, weights)),
+        Ok(_) => Ok(Offer { items, budget, fixed }),
+    }
+}
+
+impl Offer {
+    /// The choices by kind of item, and what they take: name, how many, formats, fewest and most bytes.
+    pub fn choices(&self) -> Vec<(&'static str, usize, Vec<String>, [u64; 2])> {
+        let mut kinds: Vec<&'static str> = Vec::new();
+        for item in &self.items {
+            if !kinds.contains(&item.kind) {
+                kinds.push(item.kind);
+            }
+        }
+        let row = |kind: &'static str| {
+            let members = || self.items.iter().filter(|i| i.kind == kind);
+            let mut formats: Vec<String> = Vec::new();
+            for (format, _) in members().flat_map(|i| &i.options) {
+                if !formats.contains(&format.to_string()) {
+                    formats.push(format.to_string());
+                }
+            }
+            let bytes = |i: &'_ Item| i.options.iter().map(|(_, c)| c.bytes).collect::<Vec<_>>();
+            let sum = |of: fn(Vec<u64>) -> Option<u64>| members().filter_map(|i| of(bytes(i))).sum();
+            (kind, members().count(), formats, [sum(|b| b.into_iter().min()), sum(|b| b.into_iter().max())])
+        };
+        kinds.into_iter().map(row).collect()
+    }
+}
+
+fn infeasible(budget: u64, smallest: u64, decisions: &Decisions, weights: &Inventory) -> anyhow::Error {
     let message = format!(
         "{} ({budget} bytes) cannot be reached; the smallest possible is {} ({smallest} bytes)",
         report::bytes(budget),
         report::bytes(smallest)
     );
     let plain = |role| decisions.format(TensorId::global(role)) == Format::Source;
-    let hint = if plain(Role::Embed) && plain(Role::Head) && !weights.spec().tied {
+    let hint = if plain(Role::Embed) && plain(Role::Head) && !weights.outline().tied {
         "allow quantized embeddings with --profile compact, or raise the budget"
     } else {
         "raise the budget"
@@ -139,9 +219,9 @@ fn infeasible(budget: u64, smallest: u64, decisions: &Decisions, weights: &Weigh
 type Bundle = (Option<LayerId>, &'static str, bool);
 
 /// Tensors by what readers need in one format; those that are quantized and have no choice form items of one option.
-fn items(run: &Run<'_>, request: &Request, decisions: &Decisions) -> Result<Vec<Item>> {
+fn items(weights: &Inventory, plan: &Plan, request: &Request, decisions: &Decisions) -> Vec<Item> {
     let mut groups: BTreeMap<Bundle, Vec<(TensorId, [usize; 2])>> = BTreeMap::new();
-    for (id, shape) in run.weights.tensors() {
+    for (id, shape) in weights.tensors() {
         let &[rows, cols] = &shape[..] else { continue };
         if id.part == Part::Weight && decisions.format(*id) != Format::Source {
             let pinned = request.overrides.iter().any(|r| r.pattern.matches(&id.to_string()));
@@ -157,7 +237,7 @@ fn items(run: &Run<'_>, request: &Request, decisions: &Decisions) -> Result<Vec<
         for format in wanted {
             let fits = members.iter().all(|(_, [_, cols])| format::fit(format, *cols) == format);
             if (fits || pinned) && options.iter().all(|(f, _)| *f != format) {
-                let bytes = members.iter().map(|(id, shape)| bytes(run, *id, *shape, format)).sum();
+                let bytes = members.iter().map(|(id, shape)| bytes(weights, plan, *id, *shape, format)).sum();
                 options.push((format, allocate::Choice { bytes, cost: 0.0 }));
             }
         }
@@ -165,7 +245,7 @@ fn items(run: &Run<'_>, request: &Request, decisions: &Decisions) -> Result<Vec<
         let name = format!("{layer}{kind}{}", if pinned { " (set)" } else { "" });
         Item { name, kind, ids: members.into_iter().map(|(id, _)| id).collect(), options }
     };
-    Ok(groups.into_iter().map(item).collect())
+    groups.into_iter().map(item).collect()
 }
 
 fn kind(role: Role) -> &'static str {
@@ -179,34 +259,33 @@ fn kind(role: Role) -> &'static str {
     }
 }
 
-fn bytes(run: &Run<'_>, id: TensorId, [rows, cols]: [usize; 2], format: Format) -> u64 {
+fn bytes(weights: &Inventory, plan: &Plan, id: TensorId, [rows, cols]: [usize; 2], format: Format) -> u64 {
     match format {
-        Format::Source => run.weights.dtype(id).unwrap_or(Dtype::BF16).bytes(rows * cols) as u64,
+        Format::Source => weights.dtype(id).unwrap_or(Dtype::BF16).bytes(rows * cols) as u64,
         // Rows, columns: two 64-bit numbers.
-        _ => format.bytes(rows, cols, run.plan.scale_dtype) as u64 + 16,
+        _ => format.bytes(rows, cols, plan.scale_dtype) as u64 + 16,
     }
 }
 
 /// Bytes that an item takes by the decisions the plan was made of.
-fn current(item: &Item, decisions: &Decisions, run: &Run<'_>) -> u64 {
-    let shapes: HashMap<TensorId, &Vec<usize>> = run.weights.tensors().iter().map(|(id, s)| (*id, s)).collect();
-    let one = |id: &TensorId| bytes(run, *id, [shapes[id][0], shapes[id][1]], decisions.format(*id));
+fn current(item: &Item, decisions: &Decisions, weights: &Inventory, plan: &Plan) -> u64 {
+    let shapes: HashMap<TensorId, &Vec<usize>> = weights.tensors().iter().map(|(id, s)| (*id, s)).collect();
+    let one = |id: &TensorId| bytes(weights, plan, *id, [shapes[id][0], shapes[id][1]], decisions.format(*id));
     item.ids.iter().map(one).sum()
 }
 
-/// A way of storing everything for each option that any item has: an item without that option has its first.
+/// A way of storing every item that may have a format in it.
 type Way = (String, HashMap<TensorId, Format>);
 
-fn ways(items: &[Item], decisions: &Decisions) -> Vec<Way> {
+fn ways(items: &[Item]) -> Vec<Way> {
     let mut formats: Vec<Format> = items.iter().flat_map(|i| i.options.iter().map(|(f, _)| *f)).collect();
     formats.retain(|f| *f != Format::Source);
     formats.sort();
     formats.dedup();
     let way = |format: Format| {
-        let of = |i: &Item| i.options.iter().find(|(f, _)| *f == format).or(i.options.first()).map(|(f, _)| *f);
         let map = items.iter().flat_map(|i| {
-            let format = of(i);
-            i.ids.iter().map(move |&id| (id, format.unwrap_or(decisions.format(id))))
+            let has = i.options.iter().any(|(f, _)| *f == format);
+            i.ids.iter().map(move |&id| (id, if has { format } else { Format::Source }))
         });
         (format.to_string().replace(':', "-"), map.collect())
     };
@@ -218,7 +297,7 @@ fn way_of(ways: &[Way], item: &Item, format: Format) -> Option<usize> {
     ways.iter().position(|(_, map)| item.ids.first().is_some_and(|id| map.get(id) == Some(&format)))
 }
 
-/// Fills in the costs: the divergence of an item alone in its first format, times the ratio of output errors.
+/// Fills in the costs: the divergence of an item alone in one format, times the ratio of output errors.
 fn predict(run: &Run<'_>, items: &mut [Item], ways: &[Way], solved: &[Outcome], held: &[Window], out: Out) -> Result<()> {
     let losses: Vec<HashMap<&str, f64>> =
         solved.iter().map(|o| o.modules.iter().map(|m| (m.id.as_str(), m.loss.after)).collect()).collect();
@@ -226,17 +305,21 @@ fn predict(run: &Run<'_>, items: &mut [Item], ways: &[Way], solved: &[Outcome], 
         let Some(way) = way_of(ways, item, format) else { return 0.0 };
         item.ids.iter().filter_map(|id| losses[way].get(id.to_string().as_str())).sum()
     };
+    let reference = |item: &Item| {
+        let measured = item.options.iter().find(|(f, _)| *f == MEASURED);
+        measured.or(item.options.first()).map_or(Format::Source, |(f, _)| *f)
+    };
     let alone = |item: &Item| {
-        let way = way_of(ways, item, item.options[0].0);
+        let way = way_of(ways, item, reference(item));
         let patch = way.map(|w| Patch::Some(Arc::clone(&solved[w].solved), item.ids.iter().copied().collect()));
         run.weights.patched(patch.into_iter().collect())
     };
     let few: Vec<Window> = held.iter().take(ALONE_WINDOWS).cloned().collect();
     let measured = divergence(run, items.iter().map(alone).collect(), &few, "sensitivity", out)?;
     for (item, kld) in items.iter_mut().zip(measured) {
-        let first = loss(item, item.options[0].0);
+        let known = loss(item, reference(item));
         let costs: Vec<f64> =
-            item.options.iter().map(|(f, _)| if first > 0.0 { kld * loss(item, *f) / first } else { 0.0 }).collect();
+            item.options.iter().map(|(f, _)| if known > 0.0 { kld * loss(item, *f) / known } else { 0.0 }).collect();
         item.options.iter_mut().zip(costs).for_each(|((_, choice), cost)| choice.cost = cost);
     }
     Ok(())
@@ -250,7 +333,8 @@ fn divergence(run: &Run<'_>, models: Vec<Weights>, windows: &[Window], label: &s
 fn comparisons(run: &Run<'_>, models: Vec<Weights>, windows: &[Window], label: &str, out: Out) -> Result<Vec<Comparison>> {
     let stop = Interrupt::install()?;
     let bar = out.count(lockstep::num_ticks(run.weights, windows), label);
-    let candidates: Vec<Candidate> = models.into_iter().map(|w| Candidate { weights: Arc::new(w), chunk: usize::MAX }).collect();
+    let model = |w| lockstep::Candidate { weights: Arc::new(w), chunk: usize::MAX };
+    let candidates: Vec<_> = models.into_iter().map(model).collect();
     let found = lockstep::compare(run.weights, &candidates, lockstep::Place::Processor, windows, run.max_memory, &mut || {
         bar.advance(1);
         !stop.pressed()
@@ -315,21 +399,37 @@ fn candidates(items: &[Item], budget: u64) -> Vec<Vec<usize>> {
     found
 }
 
-/// The finest recipe that gives all items the same option, or the experts theirs and the rest 8 bits, and fits.
-fn uniform(items: &[Item], budget: u64) -> Option<Vec<usize>> {
-    let recipes = OPTIONS.iter().flat_map(|o| [(*o, *o), (*o, "int8:g128")]);
-    let fitting = recipes.filter_map(|(experts, rest)| {
-        let pick = |i: &Item| {
-            let wanted: Option<Format> = if i.kind == "experts" { experts } else { rest }.parse().ok();
-            i.options.iter().position(|(f, _)| Some(*f) == wanted).unwrap_or(0)
+/// Recipes that give all items the same option, or the experts theirs and the rest 8 bits, and what the profile says, as far as they
+/// fit and no other of them is finer everywhere.
+fn uniform(items: &[Item], decisions: &Decisions, budget: u64) -> Vec<Candidate> {
+    let pick = |of: &dyn Fn(&Item) -> Option<Format>| -> Option<Vec<usize>> {
+        let index = |i: &Item| match i.options.len() {
+            1 => Some(0),
+            _ => i.options.iter().position(|(f, _)| Some(*f) == of(i)),
         };
-        let chosen: Vec<usize> = items.iter().map(pick).collect();
-        (total(items, &chosen, |c| c.bytes as f64) <= budget as f64).then_some(chosen)
-    });
-    fitting.min_by(|a, b| total(items, a, |c| c.cost).total_cmp(&total(items, b, |c| c.cost)))
+        items.iter().map(index).collect()
+    };
+    let profile = pick(&|i| i.ids.first().map(|&id| decisions.format(id))).map(|c| ("profile".to_string(), c));
+    let recipes =
+        OPTIONS.iter().flat_map(|o| [(*o, *o), (*o, "int8:channel"), (*o, "int8:g128")]).filter_map(|(experts, rest)| {
+            let choices = pick(&|i| if i.kind == "experts" { experts } else { rest }.parse().ok())?;
+            Some((
+                if experts == rest { format!("uniform {experts}") } else { format!("experts {experts}, rest {rest}") },
+                choices,
+            ))
+        });
+    let mut fitting: Vec<Candidate> = Vec::new();
+    for (name, choices) in profile.into_iter().chain(recipes) {
+        if total(items, &choices, |c| c.bytes as f64) <= budget as f64 && fitting.iter().all(|f| f.choices != choices) {
+            fitting.push(Candidate { name, choices });
+        }
+    }
+    let finer = |a: &[usize], b: &[usize]| a != b && a.iter().zip(b).all(|(a, b)| a >= b);
+    let beaten: Vec<bool> = fitting.iter().map(|f| fitting.iter().any(|o| finer(&o.choices, &f.choices))).collect();
+    fitting.into_iter().zip(beaten).filter(|(_, beaten)| !beaten).map(|(f, _)| f).collect()
 }
 
-fn show(items: &[Item], candidates: &[Vec<usize>], best: usize, rows: &[(f64, f64, u64)], out: Out) {
+fn show(items: &[Item], tried: &[Candidate], best: usize, rows: &[Row], out: Out) {
     let mut by_kind: Vec<&str> = Vec::new();
     items.iter().filter(|i| i.options.len() > 1).for_each(|i| {
         if !by_kind.contains(&i.kind) {
@@ -341,7 +441,7 @@ fn show(items: &[Item], candidates: &[Vec<usize>], best: usize, rows: &[(f64, f6
         .map(|kind| {
             let chosen: Vec<String> = items
                 .iter()
-                .zip(&candidates[best])
+                .zip(&tried[best].choices)
                 .filter(|(i, _)| i.kind == *kind && i.options.len() > 1)
                 .map(|(i, &c)| i.options[c].0.to_string())
                 .collect();
@@ -349,42 +449,49 @@ fn show(items: &[Item], candidates: &[Vec<usize>], best: usize, rows: &[(f64, f6
         })
         .collect();
     out.line(report::table(&["item", "format, layer by layer"], &table));
-    let table: Vec<Vec<String>> = rows
+    let table: Vec<Vec<String>> = tried
         .iter()
+        .zip(rows)
         .enumerate()
-        .map(|(i, (predicted, measured, bytes))| {
-            let name = if i == candidates.len() - 1 { "uniform" } else { "allocation" };
+        .map(|(i, (t, row))| {
             let mark = if i == best { "chosen" } else { "" };
-            vec![name.into(), report::bytes(*bytes), format!("{predicted:.5}"), format!("{measured:.5}"), mark.into()]
+            let [predicted, measured] = [row.predicted, row.measured].map(|k| format!("{k:.5}"));
+            vec![t.name.clone(), report::bytes(row.bytes), predicted, measured, mark.into()]
         })
         .collect();
     out.line(report::table(&["candidate", "bytes", "KLD predicted", "KLD measured", ""], &table));
 }
 
-fn report_of(items: &[Item], candidates: &[Vec<usize>], best: usize, rows: &[(f64, f64, u64)], budget: u64) -> Value {
+fn report_of(items: &[Item], tried: &[Candidate], best: usize, rows: &[Row], budget: u64) -> Value {
     let table: Vec<Value> = items
         .iter()
-        .zip(&candidates[best])
+        .zip(&tried[best].choices)
         .map(|(i, &c)| {
             let (format, choice) = &i.options[c];
             json!({"item": i.name, "format": format.to_string(), "bytes": choice.bytes, "predicted_kld": choice.cost,
                    "coarsest_kld": i.options[0].1.cost})
         })
         .collect();
-    let tried: Vec<Value> = rows
+    let tried: Vec<Value> = tried
         .iter()
+        .zip(rows)
         .enumerate()
-        .map(|(i, (predicted, measured, bytes))| {
-            json!({"name": format!("{} {}", if i + 1 == rows.len() { "uniform" } else { "allocation" }, i + 1),
-                   "bytes": bytes, "predicted_kld": predicted, "measured_kld": measured, "chosen": i == best})
+        .map(|(i, (t, row))| {
+            json!({"name": t.name, "bytes": row.bytes, "predicted_kld": row.predicted, "measured_kld": row.measured,
+                   "chosen": i == best})
         })
         .collect();
     json!({"budget_bytes": budget, "items": table, "candidates": tried})
 }
 
 /// The plan with allocated formats.
-pub(super) fn replan(run: &Run<'_>, decisions: &Decisions, allocated: &Allocated, shard_bytes: u64) -> Result<Plan> {
-    let choose = |id: TensorId| match allocated.formats.get(&id) {
+pub(super) fn replan(
+    run: &Run<'_>,
+    decisions: &Decisions,
+    formats: &HashMap<TensorId, Format>,
+    shard_bytes: u64,
+) -> Result<Plan> {
+    let choose = |id: TensorId| match formats.get(&id) {
         Some(&format) => Choice { format, reason: Some("allocated".into()) },
         None => choice(decisions, id),
     };

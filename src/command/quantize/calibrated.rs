@@ -1,6 +1,7 @@
 //! `moe quantize --method importance` and `gptq`: codes chosen with the activations of a calibration text.
 
-use super::{Request, allocate};
+use super::Request;
+use super::allocate::{self, Offer};
 use crate::artifact::manifest::{Calibration, Manifest};
 use crate::artifact::plan::Plan;
 use crate::artifact::weights::Weights;
@@ -78,19 +79,18 @@ fn in_turn(tasks: &[TaskSet], most: usize, limit: usize, tokenizer: &Tokenizer) 
     Ok(stream.chunks(limit).filter(|p| p.len() > 1).map(window).collect())
 }
 
-/// Quantizes with a calibration text and writes the artifact.
+/// Quantizes with a calibration text, within what is offered of a budget if there is one, and writes the artifact.
 pub(super) fn write(
     args: &QuantizeArgs,
     request: &Request,
     weights: &Arc<Weights>,
     decisions: &Decisions,
     plan: &Plan,
-    feedback: bool,
+    offer: Option<Offer>,
     out: Out,
 ) -> Result<(Manifest, u64)> {
     let mut text = Text::read(args, weights)?;
-    let budget = allocate::budget(args, plan)?;
-    let held = match budget {
+    let held = match offer {
         Some(_) => {
             let (kept, held) = allocate::hold_out(std::mem::take(&mut text.windows));
             text.windows = kept;
@@ -99,27 +99,37 @@ pub(super) fn write(
         None => Vec::new(),
     };
     let work = WorkDir::open(&args.output)?;
-    let run = Run { args, weights, text: &text, feedback, plan, max_memory: request.max_memory };
+    let run = Run { args, weights, text: &text, feedback: request.method.feeds_back(), plan, max_memory: request.max_memory };
     run.prepare(&work)?;
-    let allocated = budget.map(|b| allocate::allocate(&run, request, decisions, &held, &work, b, out)).transpose()?;
-    let final_plan = allocated.as_ref().map(|a| allocate::replan(&run, decisions, a, request.shard_bytes)).transpose()?;
-    let final_plan = final_plan.as_ref().unwrap_or(plan);
-    let format = |id: TensorId| {
-        let chosen = allocated.as_ref().and_then(|a| a.formats.get(&id).copied());
-        chosen.unwrap_or_else(|| decisions.format(id))
-    };
-    let folder = format!("codes-{}", &measure::sha256(&serde_json::to_vec(&final_plan.rows)?)[..12]);
-    let outcome = run.solve(&work, &[(&folder, &format)], Advance::Solved, out)?.remove(0);
     let mut report = json!({
         "command": "quantize", "tool": env!("CARGO_PKG_VERSION"), "model": args.model, "artifact": args.output,
         "calibration": text.calibration,
     });
-    if let Some(allocated) = allocated {
-        let measured = allocate::measure_whole(&run, &outcome.solved, &held, out)?;
-        out.line(format!("with codes chosen anew behind the quantized layers: KLD {measured:.5}"));
-        report["allocation"] = allocated.report;
-        report["allocation"]["measured_kld"] = json!(measured);
-    }
+    let (chosen_plan, outcome) = match offer {
+        None => (None, run.solve_plan(&work, plan, &|id| decisions.format(id), out)?),
+        Some(offer) => {
+            let allocated = allocate::allocate(&run, decisions, &held, &work, offer, out)?;
+            report["allocation"] = allocated.report;
+            let mut anew = Vec::new();
+            let mut best: Option<(f64, Plan, Outcome)> = None;
+            for finalist in &allocated.finalists {
+                let plan = allocate::replan(&run, decisions, &finalist.formats, request.shard_bytes)?;
+                let format = |id: TensorId| finalist.formats.get(&id).copied().unwrap_or_else(|| decisions.format(id));
+                let outcome = run.solve_plan(&work, &plan, &format, out)?;
+                let measured = allocate::measure_whole(&run, &outcome.solved, &held, out)?;
+                out.line(format!("{}, codes chosen anew behind its own layers: KLD {measured:.5}", finalist.name));
+                anew.push(json!({"name": finalist.name, "measured_kld": measured}));
+                if best.as_ref().is_none_or(|(least, ..)| measured < *least) {
+                    report["allocation"]["measured_kld"] = json!(measured);
+                    report["allocation"]["written"] = json!(finalist.name);
+                    best = Some((measured, plan, outcome));
+                }
+            }
+            report["allocation"]["anew"] = json!(anew);
+            let (_, plan, outcome) = best.ok_or_else(|| UserError::new("nothing could be allocated"))?;
+            (Some(plan), outcome)
+        }
+    };
     if let Some(others) = run.other_tasks(&outcome, out)? {
         report["other_tasks"] = others;
     }
@@ -127,7 +137,8 @@ pub(super) fn write(
     report["errors"] = by_kind(&outcome.modules);
     report["modules"] = json!(outcome.modules);
     let chosen = Some((&*outcome.solved, text.calibration.clone()));
-    let written = super::write(args, request, weights, final_plan, round::Method::Search, chosen, out)?;
+    let plan = chosen_plan.as_ref().unwrap_or(plan);
+    let written = super::write(args, request, weights, plan, round::Method::Search, chosen, out)?;
     files::write_atomic(&args.output.join("quantize.json"), &serde_json::to_vec_pretty(&report)?)?;
     files::write_atomic(&args.output.join("quantize.html"), report::page::html(&report)?.as_bytes())?;
     work.remove()?;
@@ -200,6 +211,12 @@ impl Run<'_> {
         let rows: Vec<Vec<String>> = klds.iter().map(|(name, kld)| vec![name.to_string(), format!("{kld:.5}")]).collect();
         out.line(report::table(&["other task", "KLD"], &rows));
         Ok(Some(klds.into_iter().map(|(name, kld)| (name.to_string(), json!(kld))).collect::<serde_json::Map<_, _>>().into()))
+    }
+
+    /// Chooses codes for one way of storing the model, each layer behind the layers chosen before.
+    fn solve_plan(&self, work: &WorkDir, plan: &Plan, format: Formats<'_>, out: Out) -> Result<Outcome> {
+        let folder = format!("codes-{}", &measure::sha256(&serde_json::to_vec(&plan.rows)?)[..12]);
+        Ok(self.solve(work, &[(&folder, format)], Advance::Solved, out)?.remove(0))
     }
 
     /// Chooses codes for some ways of storing the model, each filed in its folder.

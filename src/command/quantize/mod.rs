@@ -29,13 +29,21 @@ const LEAST_MEMORY: u64 = 16 << 20;
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let request = Request::resolve(args)?;
-    let weights = Inventory::open(&args.model)?;
+    let model = match request.method {
+        Method::Alone(_) => Model::Tensors(Box::new(Inventory::open(&args.model)?)),
+        Method::Calibrated { .. } => Model::Whole(Arc::new(Weights::open(&args.model)?)),
+    };
+    let weights = model.inventory();
     let decisions = decide(weights.tensors(), weights.outline().tied, &request.overrides, &request.profile);
     let choose = |id| choice(&decisions, id);
-    let plan = plan::plan(&weights, choose, request.shard_bytes)?;
-    let problems = problems(args, &plan, &decisions);
+    let plan = plan::plan(weights, choose, request.shard_bytes)?;
+    let mut problems = problems(args, &plan, &decisions);
+    let offer = match allocate::budget(args, &plan)? {
+        Some(budget) => allocate::offer(weights, &plan, &request, &decisions, budget).map_err(|e| problems.push(e)).ok(),
+        None => None,
+    };
     if args.dry_run || problems.is_empty() {
-        show::show_plan(args, &weights, &request, &plan, &decisions, out)?;
+        show::show_plan(args, weights, &request, &plan, &decisions, offer.as_ref(), out)?;
     }
     if !problems.is_empty() {
         return Err(refusal(problems));
@@ -44,15 +52,27 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
         return Ok(Status::Done);
     }
     let started = Instant::now();
-    let (manifest, read) = match request.method {
-        Method::Alone(method) => write(args, &request, &weights, &plan, method, None, out)?,
-        Method::Calibrated { feedback } => {
-            let weights = Arc::new(Weights::open(&args.model)?);
-            calibrated::write(args, &request, &weights, &decisions, &plan, feedback, out)?
-        }
+    let (manifest, read) = match (&model, request.method) {
+        (Model::Tensors(weights), method) => write(args, &request, weights, &plan, method.of_weights(), None, out)?,
+        (Model::Whole(weights), _) => calibrated::write(args, &request, weights, &decisions, &plan, offer, out)?,
     };
     show::show_result(args, &manifest, read, started.elapsed().as_secs_f64(), out)?;
     Ok(Status::Done)
+}
+
+/// What was opened: tensors are enough to round them, and calibration runs the model.
+enum Model {
+    Tensors(Box<Inventory>),
+    Whole(Arc<Weights>),
+}
+
+impl Model {
+    fn inventory(&self) -> &Inventory {
+        match self {
+            Model::Tensors(inventory) => inventory,
+            Model::Whole(weights) => weights,
+        }
+    }
 }
 
 /// Writes the artifact of a plan; codes and scales chosen before are taken as they are.
@@ -102,6 +122,20 @@ enum Method {
     Alone(round::Method),
     /// With the activations of a calibration text.
     Calibrated { feedback: bool },
+}
+
+impl Method {
+    /// How what no calibration chose is rounded.
+    fn of_weights(self) -> round::Method {
+        match self {
+            Method::Alone(method) => method,
+            Method::Calibrated { .. } => round::Method::Search,
+        }
+    }
+
+    fn feeds_back(self) -> bool {
+        matches!(self, Method::Calibrated { feedback: true })
+    }
 }
 
 /// What was typed, understood.

@@ -1,6 +1,7 @@
 //! What `moe quantize` prints: the plan before, the result after.
 
 use super::Request;
+use super::allocate::Offer;
 use crate::artifact::config::Caveat;
 use crate::artifact::inventory::Inventory;
 use crate::artifact::manifest::{Action, Manifest};
@@ -72,6 +73,7 @@ pub(super) fn show_plan(
     request: &Request,
     plan: &Plan,
     decisions: &Decisions,
+    offer: Option<&Offer>,
     out: Out,
 ) -> Result<()> {
     let totals = &plan.totals;
@@ -82,16 +84,37 @@ pub(super) fn show_plan(
             .iter()
             .map(|l| json!({"component": l.component, "class": l.role, "tensors": l.tensors, "format": l.format, "source_bytes": l.bytes[0], "bytes": l.bytes[1], "reason": l.note}))
             .collect();
+        let choices: Option<Vec<Value>> = offer.map(|o| {
+            let row = |(kind, items, formats, [least, most]): (&str, usize, Vec<String>, [u64; 2])| {
+                json!({"item": kind, "count": items, "choices": formats, "least_bytes": least, "most_bytes": most})
+            };
+            o.choices().into_iter().map(row).collect()
+        });
         out.json(&json!({
             "dry_run": true, "model": args.model, "output": args.output, "family": weights.outline().model_type,
             "recipe": request.recipe(args, None), "classes": classes, "totals": totals, "readers": readers(plan), "caveats": caveats,
-            "warnings": decisions.warnings, "shards": plan.shards.iter().map(|s| json!({"name": s.name, "bytes": s.bytes})).collect::<Vec<_>>(),
+            "budget_bytes": offer.map(|o| o.budget), "choices": choices, "warnings": decisions.warnings, "shards": plan.shards.iter().map(|s| json!({"name": s.name, "bytes": s.bytes})).collect::<Vec<_>>(),
         }))?;
     }
     for warning in decisions.warnings.iter().chain(&caveats) {
         out.warn(warning);
     }
     if out.quiet && !args.dry_run {
+        return Ok(());
+    }
+    if let Some(offer) = offer {
+        let row = |(kind, items, formats, [least, most]): (&str, usize, Vec<String>, [u64; 2])| {
+            vec![kind.into(), items.to_string(), formats.join(" "), report::bytes(least), report::bytes(most)]
+        };
+        let rows: Vec<Vec<String>> = offer.choices().into_iter().map(row).collect();
+        out.line(report::table(&["item", "count", "choices", "least", "most"], &rows));
+        out.line(format!(
+            "{} parameters: {} -> at most {}, of which {} are fixed",
+            report::count(totals.parameters),
+            report::bytes(totals.source_bytes),
+            report::bytes(offer.budget),
+            report::bytes(offer.fixed),
+        ));
         return Ok(());
     }
     let rows: Vec<Vec<String>> = lines

@@ -7,6 +7,9 @@ use crate::checkpoint::CheckpointError;
 use crate::ids::{ExpertId, LayerId, Role, TensorId};
 use rayon::prelude::*;
 
+/// Most tokens of an expert at work together, so that memory does not depend on how evenly tokens are spread.
+pub const VISITS: usize = 512;
+
 /// `silu(gate_e x) * up_e x`, `[T, F]`, of inputs `x`, `[T, D]`: what an expert's down projection sees.
 pub fn inner(weights: &Weights, layer: LayerId, expert: ExpertId, x: &[f32], width: usize) -> Result<Vec<f32>, CheckpointError> {
     let id = |role| TensorId::expert(layer, expert, role);
@@ -37,7 +40,8 @@ pub(super) fn experts(
     for (i, &e) in routed.experts.iter().enumerate() {
         visits[e as usize].push(i);
     }
-    let busy: Vec<(usize, Vec<usize>)> = visits.into_iter().enumerate().filter(|(_, v)| !v.is_empty()).collect();
+    let busy: Vec<(usize, &[usize])> =
+        visits.iter().enumerate().flat_map(|(e, v)| v.chunks(VISITS).map(move |v| (e, v))).collect();
     let outputs: Vec<Vec<f32>> = busy
         .par_iter()
         .map(|(e, visits)| {
