@@ -6,12 +6,13 @@ use moe::artifact::weights::Weights;
 use moe::engine::cuda::routing::Routing;
 use moe::engine::cuda::slots::Twin;
 use moe::engine::cuda::{Device, Engine, Kernels, Options};
-use moe::engine::{Batch, Engine as AnyEngine, Event, Rows, first_max};
+use moe::engine::{Batch, Engine as AnyEngine, Event, Rows, Turn};
 use moe::ids::{Role, SeqId};
 use moe::model::family;
 use moe::model::plan::Slot;
 use moe::model::spec::{Ffn, ModelSpec};
 use moe::quant::format::Format;
+use moe::sample::{Sampler, SamplerConfig, argmax};
 use moe::tiers::{Layer, Policy};
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -52,6 +53,10 @@ fn shape(experts: usize, top_k: usize, width: usize, inner: usize) -> ModelSpec 
     family::read(&config).unwrap().1
 }
 
+fn greedy() -> Sampler {
+    Sampler::new(SamplerConfig::default()).unwrap()
+}
+
 fn random(spec: &ModelSpec, options: Options) -> Engine {
     let format = |id: moe::ids::TensorId, _: usize| match id.role {
         Role::ExpertGate | Role::ExpertUp | Role::ExpertDown => Format::INT4_G128,
@@ -75,29 +80,30 @@ fn run(engine: Engine) -> (Found, Engine) {
         let logits = engine.slot(Slot::Logits).unwrap();
         assert!(logits.iter().all(|x| x.is_finite()));
         found.logits.extend(logits.iter().map(|x| x.to_bits()));
-        logits.chunks_exact(vocab).map(first_max).collect::<Vec<u32>>()
+        logits.chunks_exact(vocab).map(|row| argmax(row) as u32).collect::<Vec<u32>>()
     };
     for batch in [1, 2, 3, 4, 8] {
         let seqs: Vec<SeqId> = (0..batch).map(SeqId).collect();
-        let mut last = Vec::new();
+        let mut histories = Vec::new();
         for &seq in &seqs {
             let len = [70, 5, 200, 1][seq.0 as usize % 4];
             let prompt: Vec<u32> = (0..len).map(|i| (i * 7 + seq.0 * 131 + 3) % vocab as u32).collect();
             let mut pass = Batch::default();
             pass.push(seq, 0, &prompt, Rows::Last, 512);
             engine.pass(&pass).unwrap();
-            last.extend(keep(&engine, &mut found));
+            histories.push([prompt, keep(&engine, &mut found)].concat());
         }
-        let mut newest = last.clone();
         let mut on = |chosen: &[u32]| {
             found.tokens.extend_from_slice(chosen);
-            newest = chosen.to_vec();
             ControlFlow::Continue(())
         };
-        engine.greedy(&seqs, &last, 20, 512, &mut on).unwrap();
+        let mut samplers = vec![greedy(); seqs.len()];
+        let turns = seqs.iter().zip(&mut histories).zip(&mut samplers);
+        let mut turns: Vec<Turn<'_>> = turns.map(|((&seq, tokens), sampler)| Turn { seq, tokens, sampler }).collect();
+        engine.decode(&mut turns, 20, 512, &mut on).unwrap();
         let mut pass = Batch::default();
-        for (&seq, &token) in seqs.iter().zip(&newest) {
-            pass.push(seq, engine.cached(seq), &[token], Rows::Last, 512);
+        for (&seq, history) in seqs.iter().zip(&histories) {
+            pass.push(seq, engine.cached(seq), &history[history.len() - 1..], Rows::Last, 512);
         }
         engine.pass(&pass).unwrap();
         keep(&engine, &mut found);
@@ -217,7 +223,9 @@ fn routing_made_beforehand_is_followed() {
     batch.push(SeqId(0), 0, &[1, 2, 3], Rows::Last, 512);
     engine.pass(&batch).unwrap();
     engine.tiers().unwrap().take_traffic().unwrap();
-    engine.greedy(&[SeqId(0)], &[4], 200, 512, &mut |_| ControlFlow::Continue(())).unwrap();
+    let (mut tokens, mut sampler) = (vec![1, 2, 3, 4], greedy());
+    let turn = Turn { seq: SeqId(0), tokens: &mut tokens, sampler: &mut sampler };
+    engine.decode(&mut [turn], 200, 512, &mut |_| ControlFlow::Continue(())).unwrap();
     let traffic = engine.tiers().unwrap().take_traffic().unwrap();
     assert_eq!((traffic.steps, traffic.chosen), (600, 4800));
     let hits = traffic.hit_rate();
