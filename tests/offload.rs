@@ -5,7 +5,7 @@
 use moe::artifact::weights::Weights;
 use moe::engine::cuda::routing::Routing;
 use moe::engine::cuda::slots::Twin;
-use moe::engine::cuda::{Device, Engine, Kernels, Options};
+use moe::engine::cuda::{CudaError, Device, Engine, Kernels, Options};
 use moe::engine::{Batch, Engine as AnyEngine, Event, Rows, Turn};
 use moe::ids::{Role, SeqId};
 use moe::model::family;
@@ -20,6 +20,10 @@ use std::sync::{Arc, Mutex};
 
 /// One model on the device at a time.
 static DEVICE: Mutex<()> = Mutex::new(());
+
+fn one() -> std::sync::MutexGuard<'static, ()> {
+    DEVICE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
 
 fn has_gpu() -> bool {
     match Device::open(0) {
@@ -134,7 +138,7 @@ fn same_with_any_slots(open: &dyn Fn(Options) -> Engine, slots: &[usize], kernel
 #[test]
 fn a_small_model_is_the_same_with_any_slots() {
     if has_gpu() {
-        let _one = DEVICE.lock().unwrap();
+        let _one = one();
         same_with_any_slots(&tiny, &[1, 2, 4, 7, 8], Kernels::Fast);
     }
 }
@@ -142,7 +146,7 @@ fn a_small_model_is_the_same_with_any_slots() {
 #[test]
 fn plain_kernels_are_the_same_with_any_slots() {
     if has_gpu() {
-        let _one = DEVICE.lock().unwrap();
+        let _one = one();
         same_with_any_slots(&tiny, &[1, 3], Kernels::Plain);
     }
 }
@@ -150,7 +154,7 @@ fn plain_kernels_are_the_same_with_any_slots() {
 #[test]
 fn many_experts_are_the_same_with_any_slots() {
     if has_gpu() {
-        let _one = DEVICE.lock().unwrap();
+        let _one = one();
         let spec = many(64, 8);
         same_with_any_slots(&|o| random(&spec, o), &[1, 8, 32, 63, 64], Kernels::Fast);
         let spec = many(512, 10);
@@ -162,7 +166,7 @@ fn many_experts_are_the_same_with_any_slots() {
 #[test]
 fn prompts_are_the_same_in_several_waves() {
     if has_gpu() {
-        let _one = DEVICE.lock().unwrap();
+        let _one = one();
         let spec = shape(128, 8, 1024, 1024);
         same_with_any_slots(&|o| random(&spec, o), &[8, 40], Kernels::Fast);
     }
@@ -174,7 +178,7 @@ fn slots_hold_what_the_rule_says() {
     if !has_gpu() {
         return;
     }
-    let _one = DEVICE.lock().unwrap();
+    let _one = one();
     let spec = many(64, 8);
     for policy in [Policy::Static, Policy::Lru, Policy::Lfu, Policy::Lrfu { shift: 2 }, Policy::Lrfu { shift: 6 }] {
         follows_the_rule(&spec, policy);
@@ -215,7 +219,7 @@ fn routing_made_beforehand_is_followed() {
     if !has_gpu() {
         return;
     }
-    let _one = DEVICE.lock().unwrap();
+    let _one = one();
     let spec = many(64, 8);
     let mut engine = random(&spec, Options { expert_slots: Some(16), policy: Some(Policy::Lru), ..Options::default() });
     engine.set_routing(Some(&Routing::Local(0.5)), 1, 200).unwrap();
@@ -240,7 +244,7 @@ fn a_limited_link_is_no_faster() {
     if !has_gpu() {
         return;
     }
-    let _one = DEVICE.lock().unwrap();
+    let _one = one();
     let spec = many(64, 8);
     let limit = 1e9;
     let (_, engine) = run(random(&spec, Options { expert_slots: Some(8), link_limit: Some(limit), ..Options::default() }));
@@ -254,10 +258,11 @@ fn a_budget_under_the_minimum_is_refused() {
     if !has_gpu() {
         return;
     }
-    let _one = DEVICE.lock().unwrap();
+    let _one = one();
     let spec = many(64, 8);
     let format = |_: moe::ids::TensorId, _: usize| Format::Source;
-    let refused = Engine::random(&spec, &format, 5, Options { budget_bytes: Some(1 << 20), ..Options::default() }, &mut |_| ());
-    let error = refused.err().expect("a megabyte is too little").to_string();
-    assert!(error.contains("the smallest that works is"), "{error}");
+    let open = |budget| Engine::random(&spec, &format, 5, Options { budget_bytes: Some(budget), ..Options::default() }, &mut |_| ());
+    let Some(CudaError::Budget { smallest_bytes, .. }) = open(1 << 20).err() else { panic!("a megabyte is too little") };
+    assert!(open(smallest_bytes - 1).is_err());
+    open(smallest_bytes).unwrap();
 }

@@ -75,18 +75,6 @@ DEV void dependents_launch() {
 #endif
 }
 
-// Thread block clusters, sm_90 and later: barrier halves, and a store into the shared memory of block `rank`.
-#if __CUDA_ARCH__ >= 900
-#define HAS_CLUSTERS 1
-DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEV void cluster_store_f32(float* p_sh, int rank, float x) {
-  asm volatile("{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2;}" ::"r"(shared_address(p_sh)), "r"(rank), "f"(x) : "memory");
-}
-#else
-#define HAS_CLUSTERS 0
-#endif
-
 #define INFINITY_F __int_as_float(0x7f800000)
 
 DEV u32 word_at(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
