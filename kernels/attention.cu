@@ -80,12 +80,45 @@ DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
   return rsqrtf(block_sum(sum, scratch_sh) / n + eps);
 }
 
+// The weighted mean of the partial results [splits][16][DH + 4], a thread four elements of a head, AT_ONCE loads ahead of their use.
+template <int DH, int AT_ONCE, class Store>
+DEV void merge_parts(const float* part, int splits, int items, const Store& store) {
+  const int stride = DH + 4;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < items; i += blockDim.x) {
+    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
+    float best = -INFINITY_F, total = 0.f;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int s0 = 0; s0 < splits; s0 += AT_ONCE) {
+      uint4 x[AT_ONCE];
+      float m[AT_ONCE], l[AT_ONCE];
+#pragma unroll
+      for (int s = 0; s < AT_ONCE; s++) {
+        const float* row = part + (min_int(s0 + s, splits - 1) * 16 + h) * stride;
+        x[s] = load_v4_l2(row + d), m[s] = load_f32_l2(row + DH), l[s] = load_f32_l2(row + DH + 1);
+      }
+      float now = best;
+#pragma unroll
+      for (int s = 0; s < AT_ONCE; s++) now = fmaxf(now, m[s]);
+      const float keep = exp2_fast(best - now);
+      best = now, total *= keep, v.x *= keep, v.y *= keep, v.z *= keep, v.w *= keep;
+#pragma unroll
+      for (int s = 0; s < AT_ONCE; s++) {
+        const float f = s0 + s < splits ? exp2_fast(m[s] - best) : 0.f;
+        total += f * l[s], v.x += f * __uint_as_float(x[s].x), v.y += f * __uint_as_float(x[s].y), v.z += f * __uint_as_float(x[s].z), v.w += f * __uint_as_float(x[s].w);
+      }
+    }
+    store(h, d, v, total);
+  }
+}
+
 template <int DH, bool WIDE>
 DEV void attention_decode(const AttentionArgs& a) {
   extern __shared__ uint4 attention_sh[];
   __shared__ float scratch_sh[32], angle_sh[DH];
   __shared__ int last_sh;
-  const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8, AT_ONCE = 16, HEADS = WIDE ? 16 : 8, SUMS = WIDE ? 2 : 1;
+  const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8, HEADS = WIDE ? 16 : 8, SUMS = WIDE ? 2 : 1;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int seq = blockIdx.z, kv = blockIdx.y, split = blockIdx.x, group = a.H / a.Hk;
   const int v_bytes = WARPS * 2 * 16 * ROW * 2, merge_bytes = WARPS * HEADS * (DH + 4) * 4;
@@ -294,33 +327,11 @@ DEV void attention_decode(const AttentionArgs& a) {
     }
   }
   if (splits == 1 || !arrives_last(a.counters + seq * a.Hk + kv, splits, &last_sh)) return;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < heads; i += blockDim.x) {
-    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
-    float best = -INFINITY_F, total = 0.f;
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (int s0 = 0; s0 < splits; s0 += AT_ONCE) {
-      uint4 x[AT_ONCE];
-      float m[AT_ONCE], l[AT_ONCE];
-#pragma unroll
-      for (int s = 0; s < AT_ONCE; s++) {
-        const float* row = part + (min_int(s0 + s, splits - 1) * 16 + h) * stride;
-        x[s] = load_v4_l2(row + d), m[s] = load_f32_l2(row + DH), l[s] = load_f32_l2(row + DH + 1);
-      }
-      float now = best;
-#pragma unroll
-      for (int s = 0; s < AT_ONCE; s++) now = fmaxf(now, m[s]);
-      const float keep = exp2_fast(best - now);
-      best = now, total *= keep, v.x *= keep, v.y *= keep, v.z *= keep, v.w *= keep;
-#pragma unroll
-      for (int s = 0; s < AT_ONCE; s++) {
-        const float f = s0 + s < splits ? exp2_fast(m[s] - best) : 0.f;
-        total += f * l[s], v.x += f * __uint_as_float(x[s].x), v.y += f * __uint_as_float(x[s].y), v.z += f * __uint_as_float(x[s].z), v.w += f * __uint_as_float(x[s].w);
-      }
-    }
-    store(h, d, v, 1.f / total);
-  }
+  auto store_merged = [&](int h, int d, const float4& v, float total) { store(h, d, v, 1.f / total); };
+  if (splits <= 8)
+    merge_parts<DH, 8>(part, splits, heads, store_merged);
+  else
+    merge_parts<DH, 16>(part, splits, heads, store_merged);
 }
 
 #define ATTENTION(DH) \

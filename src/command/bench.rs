@@ -328,7 +328,9 @@ fn row(
     if let Engine::Cuda(e) = engine {
         let step = e.step_bytes(batch, args.prompt + args.generate / 2) as f64;
         let rate = step * mean / batch as f64;
-        row.vram_over_plan = row.vram_peak_bytes.map(|peak| peak as f64 / e.vram().total_bytes as f64 - 1.0);
+        // The count begins when the driver has taken its share.
+        let planned = e.vram().total_bytes - e.vram().driver_bytes;
+        row.vram_over_plan = row.vram_peak_bytes.map(|peak| peak as f64 / planned as f64 - 1.0);
         row.bytes_per_tok = Some(step / batch as f64);
         row.share_of_spec = Some(rate / e.device().properties().spec_bandwidth());
         row.share_of_measured = rates.map(|r| rate / r.read_bytes_s);
