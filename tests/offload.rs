@@ -261,7 +261,8 @@ fn a_budget_under_the_minimum_is_refused() {
     let _one = one();
     let spec = many(64, 8);
     let format = |_: moe::ids::TensorId, _: usize| Format::Source;
-    let open = |budget| Engine::random(&spec, &format, 5, Options { budget_bytes: Some(budget), ..Options::default() }, &mut |_| ());
+    let open =
+        |budget| Engine::random(&spec, &format, 5, Options { budget_bytes: Some(budget), ..Options::default() }, &mut |_| ());
     let Some(CudaError::Budget { smallest_bytes, .. }) = open(1 << 20).err() else { panic!("a megabyte is too little") };
     assert!(open(smallest_bytes - 1).is_err());
     open(smallest_bytes).unwrap();
