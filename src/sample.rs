@@ -289,12 +289,12 @@ pub(crate) fn weight(logit: f32, best: f32, scale: f32) -> u64 {
 
 /// SplitMix64 (Steele, Lea, Flood 2014): one 64-bit state, full period, the same on every platform.
 #[derive(Clone, Debug)]
-struct SplitMix64(u64);
+pub(crate) struct SplitMix64(pub u64);
 
 impl SplitMix64 {
     const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
-    fn next(&mut self) -> u64 {
+    pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(Self::STEP);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -303,7 +303,7 @@ impl SplitMix64 {
     }
 
     /// Uniform in [0, 1) with 53 random bits.
-    fn unit(&mut self) -> f64 {
+    pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }

@@ -18,6 +18,7 @@ use crate::model::family;
 use crate::model::names;
 use crate::model::plan::Slot;
 use crate::quant::format::{Bits, Format, Group, fit};
+use crate::sample::SplitMix64;
 use crate::sample::{Sampler, SamplerConfig};
 use crate::tensor::{self, Dtype};
 use safetensors::SafeTensorError;
@@ -123,7 +124,7 @@ fn sampling() -> Result<Row, ParityError> {
     let (_, spec) = family::read(&config).map_err(WeightsError::from)?;
     let mut device =
         cuda::Engine::random(&spec, &|_, _| Format::Source, 1, Options::default(), &mut |_| {}).map_err(EngineError::from)?;
-    let mut random = Random(5);
+    let mut random = Random(SplitMix64(5));
     let (mut wrong, mut all) = (0, 0);
     for spread in [12.0, 0.01, 3.0] {
         let coarse = spread == 3.0;
@@ -275,19 +276,11 @@ fn models() -> Vec<(&'static str, Value)> {
 }
 
 /// Deterministic values in -1..1.
-struct Random(u64);
+struct Random(SplitMix64);
 
 impl Random {
-    fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     fn unit(&mut self) -> f32 {
-        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        (self.0.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 
     fn encoded(&mut self, dtype: Dtype, n: usize, value: impl Fn(f32) -> f32) -> Vec<u8> {
@@ -306,7 +299,7 @@ struct Stored {
 
 fn write_model(dir: &Path, config: &Value, storage: &Storage) -> Result<(), ParityError> {
     let (family, spec) = family::read(config).map_err(WeightsError::from)?;
-    let mut random = Random(7);
+    let mut random = Random(SplitMix64(7));
     let mut tensors: BTreeMap<String, Stored> = BTreeMap::new();
     for (id, shape) in names::tensors(&spec) {
         let cols = shape.last().copied().unwrap_or(1);
@@ -331,7 +324,7 @@ fn write_model(dir: &Path, config: &Value, storage: &Storage) -> Result<(), Pari
             }
             format @ Format::Int { bits, .. } => {
                 let (rows, words, scales) = (n / cols, format.packed_cols(cols), format.scale_cols(cols));
-                let packed = (0..rows * words).flat_map(|_| (random.bits() as u32).to_le_bytes()).collect();
+                let packed = (0..rows * words).flat_map(|_| (random.0.next() as u32).to_le_bytes()).collect();
                 let step = spread / bits.half() as f32;
                 let scale = random.encoded(Dtype::BF16, rows * scales, |x| step * if x < 0.0 { x - 0.5 } else { x + 0.5 });
                 let whole = [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect();
@@ -368,7 +361,7 @@ fn wanted(id: TensorId, storage: &Storage) -> Format {
 
 /// Passes over two to forty sequences: a prompt that crosses pages, single tokens, a continuation, many at once.
 fn batches(vocab: usize, random: &mut Random) -> Vec<Batch> {
-    let mut tokens = |n: usize| (0..n).map(|_| (random.bits() % vocab as u64) as u32).collect::<Vec<_>>();
+    let mut tokens = |n: usize| (0..n).map(|_| (random.0.next() % vocab as u64) as u32).collect::<Vec<_>>();
     let segments: [&[(u32, usize, usize, Rows)]; 6] = [
         &[(0, 0, 1, Rows::Last)],
         &[(0, 1, 33, Rows::All), (1, 0, 15, Rows::Last), (2, 0, 5, Rows::None)],
@@ -401,7 +394,7 @@ fn compare(dir: &Path, storage: &Storage, trial: Trial) -> Result<Vec<Row>, Pari
     let mut device = cuda::Engine::open(Arc::clone(&weights), options, &mut |_, _| (), &mut |_| ())?;
     let mut host = cpu::Engine::new(weights);
     let mut found = Vec::new();
-    let mut random = Random(11);
+    let mut random = Random(SplitMix64(11));
     for batch in batches(host.weights().spec().vocab, &mut random) {
         host.begin(&batch)?;
         let decode = device.begin_decode(&batch)?;

@@ -1,6 +1,7 @@
 //! Choices of experts made beforehand, in place of the router's: random weights route alike whatever the text, so that a shape's
 //! speed under misses needs routing of a known kind.
 
+use crate::sample::SplitMix64;
 use std::sync::Arc;
 
 /// How experts are chosen.
@@ -28,12 +29,12 @@ pub(super) fn script(
 ) -> Script {
     let mut out = vec![0u32; steps * rows * top_k];
     for row in 0..rows {
-        let mut random = Random((index * rows + row) as u64 + 1);
+        let mut random = SplitMix64((index * rows + row) as u64 + 1);
         let mut last: Vec<u32> = Vec::new();
         for step in 0..steps {
             let now = match routing {
-                Routing::Uniform => random.choose(experts, top_k, &[], 0.0),
-                Routing::Local(p) => random.choose(experts, top_k, &last, *p),
+                Routing::Uniform => choose(&mut random, experts, top_k, &[], 0.0),
+                Routing::Local(p) => choose(&mut random, experts, top_k, &last, *p),
                 Routing::Recorded(ids) => {
                     let each = layers * top_k;
                     let num_tok = (ids.len() / each.max(1)).max(1);
@@ -48,32 +49,20 @@ pub(super) fn script(
     out
 }
 
-struct Random(u64);
-
-impl Random {
-    fn unit(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    /// Different experts, each with probability `repeat` one of `last`.
-    fn choose(&mut self, experts: usize, top_k: usize, last: &[u32], repeat: f64) -> Vec<u32> {
-        let mut chosen: Vec<u32> = Vec::with_capacity(top_k);
-        while chosen.len() < top_k.min(experts) {
-            let again = self.unit() < repeat;
-            let open = |e: &u32| !chosen.contains(e) && (last.is_empty() || last.contains(e) == again);
-            let mut pool: Vec<u32> = (0..experts as u32).filter(open).collect();
-            if pool.is_empty() {
-                pool = (0..experts as u32).filter(|e| !chosen.contains(e)).collect();
-            }
-            let at = (self.unit() * pool.len() as f64) as usize;
-            chosen.push(pool[at.min(pool.len() - 1)]);
+/// Different experts, each with probability `repeat` one of `last`.
+fn choose(random: &mut SplitMix64, experts: usize, top_k: usize, last: &[u32], repeat: f64) -> Vec<u32> {
+    let mut chosen: Vec<u32> = Vec::with_capacity(top_k);
+    while chosen.len() < top_k.min(experts) {
+        let again = random.unit() < repeat;
+        let open = |e: &u32| !chosen.contains(e) && (last.is_empty() || last.contains(e) == again);
+        let mut pool: Vec<u32> = (0..experts as u32).filter(open).collect();
+        if pool.is_empty() {
+            pool = (0..experts as u32).filter(|e| !chosen.contains(e)).collect();
         }
-        chosen
+        let at = (random.unit() * pool.len() as f64) as usize;
+        chosen.push(pool[at.min(pool.len() - 1)]);
     }
+    chosen
 }
 
 #[cfg(test)]
