@@ -2,8 +2,12 @@
 //!
 //! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`.
 
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::has_gpu;
 use moe::artifact::weights::Weights;
-use moe::engine::cuda::{self, CudaError, Device, Options};
+use moe::engine::cuda::{self, CudaError, Options};
 use moe::engine::{Batch, Engine, EngineError, Rows, Turn};
 use moe::ids::SeqId;
 use moe::model::plan::Slot;
@@ -11,17 +15,6 @@ use moe::sample::{Sampler, SamplerConfig};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-
-fn has_gpu() -> bool {
-    match Device::open(0) {
-        Ok(_) => true,
-        Err(reason) => {
-            assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
-            println!("SKIPPED: {reason}");
-            false
-        }
-    }
-}
 
 fn open(budget_bytes: Option<u64>) -> cuda::Engine {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny");

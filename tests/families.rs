@@ -6,6 +6,10 @@
 //! Tolerance: both sides compute in single precision with sums of a few hundred terms in different order, which leaves about
 //! 5e-7 relative; 1e-5 is twenty times that and a third of the smallest perturbation tried below.
 
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::has_gpu;
 use moe::artifact::weights::Weights;
 use moe::command::logits::{Outputs, compute};
 use moe::engine::{Batch, Engine, Rows, cuda};
@@ -121,9 +125,7 @@ fn row_errors(found: &[f32], expected: &[f32], vocab: usize) -> Vec<f64> {
 /// them, and later tokens attend to what it decided: among the variants one token in five may be further off.
 #[test]
 fn the_gpu_agrees() {
-    if let Err(reason) = cuda::Device::open(0) {
-        assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
-        println!("SKIPPED: {reason}");
+    if !has_gpu() {
         return;
     }
     for (cache, tolerance) in [(cuda::Kind::F32, TOLERANCE), (cuda::Kind::Bf16, 1e-2)] {
@@ -149,9 +151,7 @@ fn the_gpu_agrees() {
 /// rounded to bf16, 1e-3 each, mostly independent. One token in five may be further off, as above.
 #[test]
 fn the_fast_path_agrees() {
-    if let Err(reason) = cuda::Device::open(0) {
-        assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
-        println!("SKIPPED: {reason}");
+    if !has_gpu() {
         return;
     }
     let mut wrong = Vec::new();

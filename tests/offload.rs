@@ -2,10 +2,14 @@
 //!
 //! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`.
 
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::has_gpu;
 use moe::artifact::weights::Weights;
 use moe::engine::cuda::routing::Routing;
 use moe::engine::cuda::slots::Twin;
-use moe::engine::cuda::{CudaError, Device, Engine, Kernels, Options};
+use moe::engine::cuda::{CudaError, Engine, Kernels, Options};
 use moe::engine::{Batch, Engine as AnyEngine, Event, Rows, Turn};
 use moe::ids::{Role, SeqId};
 use moe::model::family;
@@ -23,17 +27,6 @@ static DEVICE: Mutex<()> = Mutex::new(());
 
 fn one() -> std::sync::MutexGuard<'static, ()> {
     DEVICE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-fn has_gpu() -> bool {
-    match Device::open(0) {
-        Ok(_) => true,
-        Err(reason) => {
-            assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
-            println!("SKIPPED: {reason}");
-            false
-        }
-    }
 }
 
 fn tiny(options: Options) -> Engine {

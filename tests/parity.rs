@@ -3,23 +3,16 @@
 //! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`. New steps, formats and kernels get
 //! their rows in `src/engine/parity.rs`, which `moe doctor` runs too.
 
-use moe::engine::cuda::{Device, Kernels};
+#[path = "common/gpu.rs"]
+mod gpu;
+
+use gpu::has_gpu;
+use moe::engine::cuda::Kernels;
 use moe::engine::parity::{Row, Trial, rows};
 use std::sync::Mutex;
 
 /// One model on the device at a time.
 static DEVICE: Mutex<()> = Mutex::new(());
-
-fn has_gpu() -> bool {
-    match Device::open(0) {
-        Ok(_) => true,
-        Err(reason) => {
-            assert!(std::env::var_os("MOE_REQUIRE_GPU").is_none(), "{reason}");
-            println!("SKIPPED: {reason}");
-            false
-        }
-    }
-}
 
 fn shown(rows: &[Row]) -> String {
     let line = |r: &Row| {
