@@ -1,14 +1,14 @@
 //! Blocks as launches of the fast kernels. A block whose shapes or formats no fast kernel takes is left to the plain steps.
 
-use super::exec::rule;
 use super::fast::*;
-use super::fuse::{Block, DecodePart, LatentPart, Lead, Product, SharedPart};
+use super::fuse::{Block, DecodePart, LatentPart, Lead, Product};
 use super::launch::{self, Limits, Width};
 use super::plain::{Kind, Matrix};
-use super::{EXPERTS_TOK, Engine, Planes, View};
+use super::workspace::Planes;
+use super::{Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
-use crate::model::spec::{NormKind, Pairing, RouterSpec};
+use crate::model::spec::{NormKind, Pairing};
 
 /// Whether a block was run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub(super) enum Ran {
 
 /// Where a product reads.
 #[derive(Clone, Copy)]
-enum Source<'a> {
+pub(super) enum Source<'a> {
     /// Rows of the residual stream from an address on, through a norm.
     Normed(&'a Lead, u64),
     /// Rows of so many elements.
@@ -31,17 +31,17 @@ enum Source<'a> {
 
 /// A product with where it goes.
 #[derive(Clone, Copy)]
-struct Output {
-    w: Matrix,
-    bias: Matrix,
-    at: u64,
-    stride: i32,
+pub(super) struct Output {
+    pub w: Matrix,
+    pub bias: Matrix,
+    pub at: u64,
+    pub stride: i32,
     /// Added after scaling; 0: nothing.
-    add: u64,
-    scale: f32,
+    pub add: u64,
+    pub scale: f32,
 }
 
-fn width(m: &Matrix) -> Option<Width> {
+pub(super) fn width(m: &Matrix) -> Option<Width> {
     let whole = m.cols % 32 == 0 && m.data.is_multiple_of(16);
     let scaled = m.scale_kind == Kind::Bf16;
     let bits = match m.kind {
@@ -53,7 +53,7 @@ fn width(m: &Matrix) -> Option<Width> {
     whole.then_some(Width { bits, group: if bits == 16 { 1 } else { m.group as usize } })
 }
 
-fn norm_code(lead: &Lead) -> i32 {
+pub(super) fn norm_code(lead: &Lead) -> i32 {
     match lead.norm.kind {
         NormKind::Rms => 1,
         NormKind::Layer => 2,
@@ -134,7 +134,7 @@ impl Engine {
     }
 
     /// Products of one input, up to three of one format a launch. Few tokens make their planes inside the product where that fits.
-    fn products(&self, source: Source<'_>, outputs: &[Output], num_tok: usize) -> Result<(), EngineError> {
+    pub(super) fn products(&self, source: Source<'_>, outputs: &[Output], num_tok: usize) -> Result<(), EngineError> {
         let mut rest = outputs;
         let mut made: Option<usize> = None;
         let layer_norm = matches!(source, Source::Normed(lead, _) if lead.norm.kind == NormKind::Layer);
@@ -194,7 +194,14 @@ impl Engine {
     }
 
     /// Makes the planes of `num_rows` rows for weights of so many bits.
-    fn planes(&self, to: &Planes, source: Source<'_>, cols: usize, bits: usize, num_rows: usize) -> Result<(), EngineError> {
+    pub(super) fn planes(
+        &self,
+        to: &Planes,
+        source: Source<'_>,
+        cols: usize,
+        bits: usize,
+        num_rows: usize,
+    ) -> Result<(), EngineError> {
         let (x, x_stride) = self.floats(source);
         let args = PlanesArgs { q: to.codes.at(0), scale: to.scales.at(0), x, x_stride, k: cols as i32, ..PlanesArgs::ZERO };
         let args = match source {
@@ -209,18 +216,18 @@ impl Engine {
     }
 
     /// The whole residual stream through a norm.
-    fn normed<'a>(&self, lead: &'a Lead) -> Source<'a> {
+    pub(super) fn normed<'a>(&self, lead: &'a Lead) -> Source<'a> {
         Source::Normed(lead, self.at(Slot::Residual))
     }
 
     /// A product into its slot.
-    fn to_slot(&self, p: &Product) -> Output {
+    pub(super) fn to_slot(&self, p: &Product) -> Output {
         let w = self.store.matrix(p.w);
         Output { w, bias: self.store.optional(p.b), at: self.at(p.dst), stride: w.rows, add: 0, scale: 1.0 }
     }
 
     /// A product that joins the residual.
-    fn to_residual(&self, p: &Product, scale: f32) -> Output {
+    pub(super) fn to_residual(&self, p: &Product, scale: f32) -> Output {
         Output { add: self.at(Slot::Residual), at: self.at(Slot::Residual), scale, ..self.to_slot(p) }
     }
 
@@ -413,276 +420,9 @@ impl Engine {
     }
 
     /// The gated activation of two slots and the product after it.
-    fn second_half(&self, gate: &Product, output: Output, view: &View) -> Result<(), EngineError> {
+    pub(super) fn second_half(&self, gate: &Product, output: Output, view: &View) -> Result<(), EngineError> {
         let source = Source::Gated { gate: self.at(Slot::Gate), up: self.at(Slot::Up), stride: self.store.matrix(gate.w).rows };
         self.products(source, &[output], view.num_tok)
-    }
-
-    /// Most tokens that the expert kernels of a layer take at once; `None` if they do not take its formats.
-    fn expert_chunk(&self, layer: u32, router: &RouterSpec, f: usize) -> Option<usize> {
-        let [gate, up, down] = self.store.expert(layer);
-        let (g, u, d) = (width(&gate)?, width(&up)?, width(&down)?);
-        let names = g.name(gate.cols as usize).is_some() && d.name(down.cols as usize).is_some();
-        if !names || g != u {
-            return None;
-        }
-        let (limits, width) = (self.limits(), self.spec.width);
-        let (experts, top_k) = (router.experts, router.top_k);
-        let fits = |t: &usize| {
-            launch::down_pairs(d, width, f, 1, *t, None, limits).is_some()
-                && launch::gate_up(g, width, f, 1, *t, None, limits).is_some()
-                && launch::router_rows(experts, top_k, false, *t, limits).is_some()
-                && launch::router_logits(experts, width, *t, false, limits).is_some()
-        };
-        [EXPERTS_TOK, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1].into_iter().find(fits)
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn moe(
-        &mut self,
-        lead: &Lead,
-        router_w: Matrix,
-        router: &RouterSpec,
-        layer: u32,
-        f: usize,
-        shared: Option<&SharedPart>,
-        scale: f32,
-        view: &View,
-    ) -> Result<(), EngineError> {
-        let Some(chunk) = self.expert_chunk(layer, router, f) else { return Ok(()) };
-        if let Some(s) = shared {
-            let mut first = vec![self.to_slot(&s.gate), self.to_slot(&s.up)];
-            first.extend(s.router.as_ref().map(|r| self.to_slot(r)));
-            self.products(self.normed(lead), &first, view.num_tok)?;
-            if s.router.is_some() {
-                self.second_half(&s.gate, self.to_slot(&s.down), view)?;
-            }
-        }
-        for start in (0..view.num_tok).step_by(chunk) {
-            self.experts(lead, router_w, router, layer, f, scale, start, chunk.min(view.num_tok - start), view.decode)?;
-        }
-        match shared {
-            Some(s) if s.router.is_some() => {
-                let d = self.spec.width as i32;
-                let (acc, add, gate) = (self.at(Slot::Residual), self.at(Slot::Shared), self.at(Slot::SharedGate));
-                let grid = launch::parts((d as usize).div_ceil(256), view.num_tok, 256);
-                self.fast.launch("add_gated", grid, &AddGatedArgs { acc, add, gate, d, scale })?;
-            }
-            Some(s) => self.second_half(&s.gate, self.to_residual(&s.down, scale), view)?,
-            None => {}
-        }
-        Ok(())
-    }
-
-    /// Router and experts of a run of tokens.
-    #[allow(clippy::too_many_arguments)]
-    fn experts(
-        &self,
-        lead: &Lead,
-        router_w: Matrix,
-        router: &RouterSpec,
-        layer: u32,
-        f: usize,
-        scale: f32,
-        start: usize,
-        num_tok: usize,
-        decode: bool,
-    ) -> Result<(), EngineError> {
-        let [gate, _, down] = self.store.expert(layer);
-        let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
-        let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
-        let slots = (num_tok * top_k).min(router.experts);
-        let x = self.at(Slot::Residual) + (start * width * 4) as u64;
-        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
-        if decode {
-            self.replay_routing(layer, start, num_tok, router)?;
-        }
-        let chooses = (direct.logits != 0).then_some(router.experts);
-        let Some(first) = launch::gate_up(g, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
-
-        let gates = self.work.gates.at(start * top_k * 4);
-        let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);
-        let (list, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
-        let (t, wide, inner, k) = (num_tok as i32, width as i32, f as i32, top_k as i32);
-        let args = ExpertsArgs {
-            out: h,
-            x_q: planes.codes.at(0),
-            x_scale: planes.scales.at(0),
-            slots: list,
-            num_slots,
-            pairs,
-            direct,
-            t,
-            k,
-            inner: wide,
-            rows: inner,
-            columns: first.columns as i32,
-            stages: first.stages as i32,
-            teams: first.teams as i32,
-        };
-        let name = |w: launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
-        let gate_up = |slots: u64, num_slots: u64| {
-            let args = ExpertsArgs { slots, num_slots, ..args };
-            self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)
-        };
-
-        if let Some(whole) = launch::down(d, width, f, top_k, num_tok, chooses, limits) {
-            self.fetch(layer, start * top_k, num_tok * top_k, list)?;
-            gate_up(list, num_slots)?;
-            let args = DownArgs {
-                y: x,
-                add: x,
-                h,
-                slots: list,
-                num_slots,
-                pairs,
-                gates,
-                direct,
-                t,
-                d: wide,
-                f: inner,
-                k,
-                chunk: whole.chunk as i32,
-                stages: whole.stages as i32,
-                split: whole.split as i32,
-                scale,
-            };
-            return Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), whole.grid, &args)?);
-        }
-        let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
-        let planes = &self.work.inner_planes;
-        let outputs = self.work.pair_outputs.at(0);
-        let both = |slots: u64, num_slots: u64| -> Result<(), EngineError> {
-            gate_up(slots, num_slots)?;
-            self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
-            let args = ExpertsArgs {
-                out: outputs,
-                x_q: planes.codes.at(0),
-                x_scale: planes.scales.at(0),
-                slots,
-                num_slots,
-                inner,
-                rows: wide,
-                columns: second.columns as i32,
-                stages: second.stages as i32,
-                teams: second.teams as i32,
-                ..args
-            };
-            Ok(self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?)
-        };
-        let waves = self.store.tiers().filter(|_| !decode).map(|tiers| Ok((tiers, tiers.waves(layer, num_tok * top_k)?)));
-        match waves.transpose().map_err(EngineError::Cuda)? {
-            Some((tiers, Some(waves))) => {
-                for wave in waves {
-                    if let Some((args, slots, num_slots)) = tiers.send(layer, wave, list, num_slots)? {
-                        self.fast.launch("tiers_wave", launch::tokens(1), &args)?;
-                        both(slots, num_slots)?;
-                        tiers.sent()?;
-                    }
-                }
-            }
-            _ => {
-                self.fetch(layer, start * top_k, num_tok * top_k, list)?;
-                both(list, num_slots)?;
-            }
-        }
-        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: wide, k, scale };
-        Ok(self.fast.launch("moe_combine", launch::combine(width, num_tok), &args)?)
-    }
-
-    /// Planes of the experts' input, and experts, gates and list of a run of tokens; or what the experts' kernels need to choose themselves.
-    #[allow(clippy::too_many_arguments)]
-    fn route(
-        &self,
-        lead: &Lead,
-        w: Matrix,
-        router: &RouterSpec,
-        layer: u32,
-        bits: usize,
-        x: u64,
-        start: usize,
-        num_tok: usize,
-    ) -> Result<DirectRoute, EngineError> {
-        let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
-        let rule = rule(router);
-        let planes = &self.work.expert_planes;
-        let args = RouterArgs {
-            logits: self.work.router_logits.at(start * experts * 4),
-            ids: self.work.experts.at(start * top_k * 4),
-            gates: self.work.gates.at(start * top_k * 4),
-            slots: self.work.expert_slots.at(0),
-            num_slots: self.work.num_slots.at(0),
-            pairs: self.work.pairs.at(0),
-            x_q: planes.codes.at(0),
-            x_scale: planes.scales.at(0),
-            x,
-            gain: self.store.matrix(lead.w).data,
-            shift: self.store.optional(lead.b).data,
-            w: w.data,
-            table: self.store.addresses(layer),
-            counters: self.work.counters.at(self.work.router_counters_at),
-            t: num_tok as i32,
-            d: width as i32,
-            tokens: 0,
-            w_is_f32: (w.kind == Kind::F32) as i32,
-            ahead: 0,
-            norm: norm_code(lead),
-            eps: lead.norm.eps,
-            bits: bits as i32,
-            rule: RouteRule {
-                e: rule.experts,
-                k: rule.top_k,
-                select: rule.select,
-                softmax_of_chosen: rule.softmax_of_chosen,
-                renorm: rule.renorm,
-                num_groups: rule.groups,
-                keep_groups: rule.keep,
-                jitter: rule.jitter,
-                scale: rule.scale,
-            },
-        };
-        if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
-            self.planes(planes, Source::Normed(lead, x), width, bits, num_tok)?;
-            let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
-            self.products(Source::Normed(lead, x), &[logits], num_tok)?;
-        } else {
-            let half = w.kind == Kind::Bf16;
-            let Some(launch) = launch::router_logits(experts, width, num_tok, half, limits) else { return Ok(DirectRoute::ZERO) };
-            let args = RouterArgs { ahead: launch.ahead as i32, ..args };
-            self.fast.launch(launch.name, launch.grid, &args)?;
-        }
-        let plain_top = matches!(router.select, crate::model::spec::Select::Top);
-        let listed = self.store.tiers().is_some() || self.scripts.contains_key(&layer);
-        if plain_top && !listed && launch::routes_directly(experts, top_k, num_tok) {
-            let RouterArgs { logits, table, ids, gates, rule, .. } = args;
-            return Ok(DirectRoute { logits, table, ids, gates, rule, pad: 0 });
-        }
-        let Some(rows) = launch::router_rows(experts, top_k, plain_top, num_tok, limits) else { return Ok(DirectRoute::ZERO) };
-        let args = RouterArgs { tokens: rows.tokens as i32, ..args };
-        self.fast.launch(rows.name, rows.grid, &args)?;
-        Ok(DirectRoute::ZERO)
-    }
-
-    /// Puts choices made beforehand in the place of the router's, if there are any.
-    fn replay_routing(&self, layer: u32, start: usize, num_tok: usize, router: &RouterSpec) -> Result<(), EngineError> {
-        let Some((script, step, steps, rows)) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.3) else {
-            return Ok(());
-        };
-        let args = ReplayArgs {
-            script: script.at(0),
-            step: step.at(0),
-            ids: self.work.experts.at(0),
-            list: self.work.expert_slots.at(0),
-            num_slots: self.work.num_slots.at(0),
-            pairs: self.work.pairs.at(0),
-            table: self.store.addresses(layer),
-            t: num_tok as i32,
-            e: router.experts as i32,
-            k: router.top_k as i32,
-            steps: *steps as i32,
-            rows: *rows as i32,
-        };
-        Ok(self.fast.launch("tiers_replay", launch::tokens(1), &args)?)
     }
 
     /// Final norm and logits of the rows asked for. The rows are gathered over the residual's own normed slot.

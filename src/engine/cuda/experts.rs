@@ -1,0 +1,281 @@
+//! Router and experts as launches of `router.cu`, `moe.cu`, `linear.cu` and `tiers.cu`.
+
+use super::blocks::{Output, Source, norm_code, width};
+use super::exec::rule;
+use super::fast::*;
+use super::fuse::{Lead, SharedPart};
+use super::launch;
+use super::plain::{Kind, Matrix};
+use super::{EXPERTS_TOK, Engine, View};
+use crate::engine::EngineError;
+use crate::model::plan::Slot;
+use crate::model::spec::{RouterSpec, Select};
+
+impl Engine {
+    /// Most tokens that the expert kernels of a layer take at once; `None` if they do not take its formats.
+    pub(super) fn expert_chunk(&self, layer: u32, router: &RouterSpec, f: usize) -> Option<usize> {
+        let [gate, up, down] = self.store.expert(layer);
+        let (g, u, d) = (width(&gate)?, width(&up)?, width(&down)?);
+        let names = g.name(gate.cols as usize).is_some() && d.name(down.cols as usize).is_some();
+        if !names || g != u {
+            return None;
+        }
+        let (limits, width) = (self.limits(), self.spec.width);
+        let (experts, top_k) = (router.experts, router.top_k);
+        let fits = |t: &usize| {
+            launch::down_pairs(d, width, f, 1, *t, None, limits).is_some()
+                && launch::gate_up(g, width, f, 1, *t, None, limits).is_some()
+                && launch::router_rows(experts, top_k, false, *t, limits).is_some()
+                && launch::router_logits(experts, width, *t, false, limits).is_some()
+        };
+        std::iter::successors(Some(EXPERTS_TOK), |t| (*t > 1).then_some(t / 2)).find(fits)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn moe(
+        &mut self,
+        lead: &Lead,
+        router_w: Matrix,
+        router: &RouterSpec,
+        layer: u32,
+        f: usize,
+        shared: Option<&SharedPart>,
+        scale: f32,
+        view: &View,
+    ) -> Result<(), EngineError> {
+        let Some(chunk) = self.expert_chunk(layer, router, f) else { return Ok(()) };
+        if let Some(s) = shared {
+            let mut first = vec![self.to_slot(&s.gate), self.to_slot(&s.up)];
+            first.extend(s.router.as_ref().map(|r| self.to_slot(r)));
+            self.products(self.normed(lead), &first, view.num_tok)?;
+            if s.router.is_some() {
+                self.second_half(&s.gate, self.to_slot(&s.down), view)?;
+            }
+        }
+        for start in (0..view.num_tok).step_by(chunk) {
+            self.experts(lead, router_w, router, layer, f, scale, start, chunk.min(view.num_tok - start), view.decode)?;
+        }
+        match shared {
+            Some(s) if s.router.is_some() => {
+                let d = self.spec.width as i32;
+                let (acc, add, gate) = (self.at(Slot::Residual), self.at(Slot::Shared), self.at(Slot::SharedGate));
+                let grid = launch::parts((d as usize).div_ceil(256), view.num_tok, 256);
+                self.fast.launch("add_gated", grid, &AddGatedArgs { acc, add, gate, d, scale })?;
+            }
+            Some(s) => self.second_half(&s.gate, self.to_residual(&s.down, scale), view)?,
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Router and experts of a run of tokens.
+    #[allow(clippy::too_many_arguments)]
+    fn experts(
+        &self,
+        lead: &Lead,
+        router_w: Matrix,
+        router: &RouterSpec,
+        layer: u32,
+        f: usize,
+        scale: f32,
+        start: usize,
+        num_tok: usize,
+        decode: bool,
+    ) -> Result<(), EngineError> {
+        let [gate, _, down] = self.store.expert(layer);
+        let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
+        let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
+        let slots = (num_tok * top_k).min(router.experts);
+        let x = self.at(Slot::Residual) + (start * width * 4) as u64;
+        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
+        if decode {
+            self.replay_routing(layer, start, num_tok, router)?;
+        }
+        let chooses = (direct.logits != 0).then_some(router.experts);
+        let Some(first) = launch::gate_up(g, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
+
+        let gates = self.work.gates.at(start * top_k * 4);
+        let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);
+        let (list, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
+        let (t, wide, inner, k) = (num_tok as i32, width as i32, f as i32, top_k as i32);
+        let args = ExpertsArgs {
+            out: h,
+            x_q: planes.codes.at(0),
+            x_scale: planes.scales.at(0),
+            slots: list,
+            num_slots,
+            pairs,
+            direct,
+            t,
+            k,
+            inner: wide,
+            rows: inner,
+            columns: first.columns as i32,
+            stages: first.stages as i32,
+            teams: first.teams as i32,
+        };
+        let name = |w: launch::Width, m: &Matrix| w.name(m.cols as usize).unwrap_or("");
+        let gate_up = |slots: u64, num_slots: u64| {
+            let args = ExpertsArgs { slots, num_slots, ..args };
+            self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)
+        };
+
+        if let Some(whole) = launch::down(d, width, f, top_k, num_tok, chooses, limits) {
+            self.fetch(layer, start * top_k, num_tok * top_k, list)?;
+            gate_up(list, num_slots)?;
+            let args = DownArgs {
+                y: x,
+                add: x,
+                h,
+                slots: list,
+                num_slots,
+                pairs,
+                gates,
+                direct,
+                t,
+                d: wide,
+                f: inner,
+                k,
+                chunk: whole.chunk as i32,
+                stages: whole.stages as i32,
+                split: whole.split as i32,
+                scale,
+            };
+            return Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), whole.grid, &args)?);
+        }
+        let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
+        let planes = &self.work.inner_planes;
+        let outputs = self.work.pair_outputs.at(0);
+        let both = |slots: u64, num_slots: u64| -> Result<(), EngineError> {
+            gate_up(slots, num_slots)?;
+            self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
+            let args = ExpertsArgs {
+                out: outputs,
+                x_q: planes.codes.at(0),
+                x_scale: planes.scales.at(0),
+                slots,
+                num_slots,
+                inner,
+                rows: wide,
+                columns: second.columns as i32,
+                stages: second.stages as i32,
+                teams: second.teams as i32,
+                ..args
+            };
+            Ok(self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?)
+        };
+        let waves = self.store.tiers().filter(|_| !decode).map(|tiers| Ok((tiers, tiers.waves(layer, num_tok * top_k)?)));
+        match waves.transpose().map_err(EngineError::Cuda)? {
+            Some((tiers, Some(waves))) => {
+                for wave in waves {
+                    if let Some((args, slots, num_slots)) = tiers.send(layer, wave, list, num_slots)? {
+                        self.fast.launch("tiers_wave", launch::tokens(1), &args)?;
+                        both(slots, num_slots)?;
+                        tiers.sent()?;
+                    }
+                }
+            }
+            _ => {
+                self.fetch(layer, start * top_k, num_tok * top_k, list)?;
+                both(list, num_slots)?;
+            }
+        }
+        let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: wide, k, scale };
+        Ok(self.fast.launch("moe_combine", launch::combine(width, num_tok), &args)?)
+    }
+
+    /// Planes of the experts' input, and experts, gates and list of a run of tokens; or what the experts' kernels need to choose themselves.
+    #[allow(clippy::too_many_arguments)]
+    fn route(
+        &self,
+        lead: &Lead,
+        w: Matrix,
+        router: &RouterSpec,
+        layer: u32,
+        bits: usize,
+        x: u64,
+        start: usize,
+        num_tok: usize,
+    ) -> Result<DirectRoute, EngineError> {
+        let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
+        let rule = rule(router);
+        let planes = &self.work.expert_planes;
+        let args = RouterArgs {
+            logits: self.work.router_logits.at(start * experts * 4),
+            ids: self.work.experts.at(start * top_k * 4),
+            gates: self.work.gates.at(start * top_k * 4),
+            slots: self.work.expert_slots.at(0),
+            num_slots: self.work.num_slots.at(0),
+            pairs: self.work.pairs.at(0),
+            x_q: planes.codes.at(0),
+            x_scale: planes.scales.at(0),
+            x,
+            gain: self.store.matrix(lead.w).data,
+            shift: self.store.optional(lead.b).data,
+            w: w.data,
+            table: self.store.addresses(layer),
+            counters: self.work.counters.at(self.work.router_counters_at),
+            t: num_tok as i32,
+            d: width as i32,
+            tokens: 0,
+            w_is_f32: (w.kind == Kind::F32) as i32,
+            ahead: 0,
+            norm: norm_code(lead),
+            eps: lead.norm.eps,
+            bits: bits as i32,
+            rule: RouteRule {
+                e: rule.experts,
+                k: rule.top_k,
+                select: rule.select,
+                softmax_of_chosen: rule.softmax_of_chosen,
+                renorm: rule.renorm,
+                num_groups: rule.groups,
+                keep_groups: rule.keep,
+                jitter: rule.jitter,
+                scale: rule.scale,
+            },
+        };
+        if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
+            self.planes(planes, Source::Normed(lead, x), width, bits, num_tok)?;
+            let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
+            self.products(Source::Normed(lead, x), &[logits], num_tok)?;
+        } else {
+            let half = w.kind == Kind::Bf16;
+            let Some(launch) = launch::router_logits(experts, width, num_tok, half, limits) else { return Ok(DirectRoute::ZERO) };
+            let args = RouterArgs { ahead: launch.ahead as i32, ..args };
+            self.fast.launch(launch.name, launch.grid, &args)?;
+        }
+        let plain_top = matches!(router.select, Select::Top);
+        let listed = self.store.tiers().is_some() || self.scripts.contains_key(&layer);
+        if plain_top && !listed && launch::routes_directly(experts, top_k, num_tok) {
+            let RouterArgs { logits, table, ids, gates, rule, .. } = args;
+            return Ok(DirectRoute { logits, table, ids, gates, rule, pad: 0 });
+        }
+        let Some(rows) = launch::router_rows(experts, top_k, plain_top, num_tok, limits) else { return Ok(DirectRoute::ZERO) };
+        let args = RouterArgs { tokens: rows.tokens as i32, ..args };
+        self.fast.launch(rows.name, rows.grid, &args)?;
+        Ok(DirectRoute::ZERO)
+    }
+
+    /// Puts choices made beforehand in the place of the router's, if there are any.
+    fn replay_routing(&self, layer: u32, start: usize, num_tok: usize, router: &RouterSpec) -> Result<(), EngineError> {
+        let Some((script, step, steps, rows)) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.3) else {
+            return Ok(());
+        };
+        let args = ReplayArgs {
+            script: script.at(0),
+            step: step.at(0),
+            ids: self.work.experts.at(0),
+            list: self.work.expert_slots.at(0),
+            num_slots: self.work.num_slots.at(0),
+            pairs: self.work.pairs.at(0),
+            table: self.store.addresses(layer),
+            t: num_tok as i32,
+            e: router.experts as i32,
+            k: router.top_k as i32,
+            steps: *steps as i32,
+            rows: *rows as i32,
+        };
+        Ok(self.fast.launch("tiers_replay", launch::tokens(1), &args)?)
+    }
+}
