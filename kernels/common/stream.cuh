@@ -63,9 +63,3 @@ DEV void stream_done(u64* barrier_sh) {
 }
 // a barrier of some warps of the block, named 1..15
 DEV void team_barrier(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
-// what was stored by instructions comes before what the copy engine stores later
-DEV void fence_async() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
