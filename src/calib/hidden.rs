@@ -6,7 +6,7 @@ use crate::files::{self, FileError, Scratch};
 use std::ops::Range;
 
 /// Rows of hidden states in one pass.
-const BATCH_TOK: usize = 2048;
+pub const BATCH_TOK: usize = 2048;
 
 /// Hidden states of all windows, `[rows, D]`, in memory or in a scratch file.
 pub enum Hidden {
@@ -45,10 +45,15 @@ impl Hidden {
 
 /// Groups of consecutive windows of about 2048 rows, with their first row.
 pub fn groups(windows: &[Window]) -> Vec<(usize, &[Window])> {
+    groups_of(windows, BATCH_TOK)
+}
+
+/// Groups of consecutive windows of about `most` rows, with their first row.
+pub fn groups_of(windows: &[Window], most: usize) -> Vec<(usize, &[Window])> {
     let mut groups = Vec::new();
     let (mut start, mut first_row, mut rows) = (0, 0, 0);
     for (i, w) in windows.iter().enumerate() {
-        if rows > 0 && rows + w.tokens.len() > BATCH_TOK {
+        if rows > 0 && rows + w.tokens.len() > most {
             groups.push((first_row, &windows[start..i]));
             (start, first_row, rows) = (i, first_row + rows, 0);
         }

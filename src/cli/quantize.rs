@@ -1,5 +1,6 @@
 //! `moe quantize`.
 
+use super::Device;
 use clap::Args;
 use std::path::PathBuf;
 
@@ -51,6 +52,12 @@ pub struct QuantizeArgs {
     /// also for hidden states, past which they go to a scratch file, and for second moments, past which experts go in waves.
     #[arg(long, default_value = "4GiB", value_name = "SIZE")]
     pub max_memory: String,
+    /// Where --method importance and gptq compute; `auto` is the processor here, so that the same artifact comes out everywhere.
+    #[arg(long, value_enum, default_value_t)]
+    pub device: Device,
+    /// Most GPU memory to use, with --device cuda, e.g. 24GiB (default: all that is free). Experts go in waves past it.
+    #[arg(long, value_name = "SIZE")]
+    pub vram_budget: Option<String>,
     /// Milliseconds to wait before each write; for tests of interruption.
     #[arg(long, default_value_t = 0, value_name = "MS", hide = true)]
     pub write_delay: u64,

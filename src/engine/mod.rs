@@ -4,6 +4,7 @@
 pub mod cpu;
 pub mod cuda;
 pub mod parity;
+pub mod solver;
 
 use crate::artifact::weights::Weights;
 use crate::ids::{LayerId, SeqId};

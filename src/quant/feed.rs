@@ -16,11 +16,11 @@ use multiversion::multiversion;
 /// Columns whose errors are carried to the rest by one product.
 const BLOCK: usize = 128;
 /// Factors on the scales of a row that are tried.
-const STRETCH: [f32; 4] = [0.94, 0.97, 1.03, 1.06];
+pub const STRETCH: [f32; 4] = [0.94, 0.97, 1.03, 1.06];
 /// Times scales are refitted to codes and codes to scales.
-const REFITS: usize = 2;
+pub const REFITS: usize = 2;
 /// Times all codes of a row are visited at the end.
-const SWEEPS: usize = 3;
+pub const SWEEPS: usize = 3;
 
 /// The best found so far for some rows.
 pub(super) struct Found {

@@ -5,6 +5,7 @@
 //! falling energy, in blocks of 128. Second moments are shrunk towards their diagonal where they were gathered from few tokens,
 //! and a row that feedback did not improve keeps its plain rounding. Must not know where matrices or tokens come from.
 
+pub use super::feed::{REFITS, STRETCH, SWEEPS};
 use super::feed::{Search, pack, rows_mut};
 use super::format::{OwnedPacked, Packed};
 use super::round::{self, RoundError, Rounding};
@@ -15,9 +16,9 @@ use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
 use rayon::prelude::*;
 
 /// Share of the mean diagonal added to it before factorising.
-const DAMPING: f64 = 0.01;
-/// Damping beyond which the off-diagonals are given up.
-const MOST_DAMPING: f64 = 1.0;
+pub const DAMPING: f64 = 0.01;
+/// Damping beyond which the off-diagonals are given up; it grows tenfold at a time.
+pub const MOST_DAMPING: f64 = 1.0;
 /// Rows of a second-moment matrix that one task sums.
 const PANEL: usize = 128;
 /// Rows of a matrix that one task quantizes.
@@ -57,6 +58,21 @@ impl Moments {
     /// Tokens summed.
     pub fn tokens(&self) -> usize {
         self.tokens
+    }
+
+    /// `K`.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Whether the products of different columns are kept.
+    pub fn is_full(&self) -> bool {
+        self.full
+    }
+
+    /// `[K, K]`, the lower triangle valid; or `[K]`, the diagonal alone.
+    pub fn sums(&self) -> &[f32] {
+        &self.sums
     }
 
     /// Adds inputs `x`, `[T, K]`, each row already times the square root of its weight. Sums are `f32` of one order whatever the
@@ -108,6 +124,40 @@ pub enum FeedbackError {
     Round(#[from] RoundError),
 }
 
+/// What the diagonal of second moments and the number of tokens say.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Basis {
+    /// Columns in the order in which codes are chosen: by falling energy.
+    pub order: Vec<usize>,
+    /// What the search weighs errors with, `[K]`, mean 1. A column that no token used has the mean energy.
+    pub energy: Vec<f32>,
+    /// Mean of the diagonal: turns losses in units of `energy` into weighted squares of outputs.
+    pub mean: f64,
+    /// What products of different columns are multiplied with, in units of the mean: `n / (n + 2 K)` for `n` tokens, so that none
+    /// remain of no tokens, and then feedback is rounding.
+    pub shrink: f64,
+}
+
+impl Basis {
+    /// Of `diagonal`, `[K]`, summed over so many tokens.
+    pub fn of(diagonal: &[f32], tokens: usize) -> Result<Self, FeedbackError> {
+        if !diagonal.iter().all(|x| x.is_finite()) {
+            return Err(FeedbackError::NonFinite);
+        }
+        let k = diagonal.len();
+        let alive = diagonal.iter().filter(|d| **d > 0.0).count();
+        let mean = match diagonal.iter().map(|d| f64::from(*d)).sum::<f64>() / alive.max(1) as f64 {
+            m if m > 0.0 => m,
+            _ => 1.0,
+        };
+        let energy: Vec<f32> = diagonal.iter().map(|&d| if d > 0.0 { (f64::from(d) / mean) as f32 } else { 1.0 }).collect();
+        let mut order: Vec<usize> = (0..k).collect();
+        order.sort_by(|&a, &b| energy[b].total_cmp(&energy[a]));
+        let n = tokens as f64;
+        Ok(Self { order, energy, mean, shrink: n / (n + 2.0 * k as f64) / mean })
+    }
+}
+
 /// Second moments made ready: factorised once, used for every matrix with the same inputs.
 pub struct Feedback {
     pub(super) cols: usize,
@@ -155,27 +205,17 @@ impl std::ops::AddAssign for Loss {
 }
 
 impl Feedback {
-    /// Shrinks, damps and factorises. Off-diagonals are multiplied by `n / (n + 2 K)` for `n` tokens: none remain of no tokens,
-    /// and then feedback is rounding. A column that no token used has the mean energy and no correlation.
+    /// Shrinks, damps and factorises.
     pub fn new(moments: &Moments) -> Result<Self, FeedbackError> {
         let k = moments.cols;
-        let diagonal = moments.diagonal();
         if !moments.sums.iter().all(|x| x.is_finite()) {
             return Err(FeedbackError::NonFinite);
         }
-        let alive = diagonal.iter().filter(|d| **d > 0.0).count();
-        let mean = match diagonal.iter().map(|d| f64::from(*d)).sum::<f64>() / alive.max(1) as f64 {
-            m if m > 0.0 => m,
-            _ => 1.0,
-        };
-        let energy: Vec<f32> = diagonal.iter().map(|&d| if d > 0.0 { (f64::from(d) / mean) as f32 } else { 1.0 }).collect();
-        let mut order: Vec<usize> = (0..k).collect();
-        order.sort_by(|&a, &b| energy[b].total_cmp(&energy[a]));
+        let Basis { order, energy, mean, shrink } = Basis::of(&moments.diagonal(), moments.tokens)?;
         let mut out = Self { cols: k, order, used: energy.clone(), energy, factor: None, unit: mean, damping: 0.0 };
         let correlated = |i: usize| i % k < i / k && moments.sums[i] != 0.0;
         if moments.full && moments.tokens > 0 && (0..k * k).any(correlated) {
-            let n = moments.tokens as f64;
-            out.factorise(&moments.sums, n / (n + 2.0 * k as f64) / mean);
+            out.factorise(&moments.sums, shrink);
         }
         Ok(out)
     }

@@ -30,7 +30,7 @@ pub struct Needs {
 }
 
 /// Where the bytes go.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct VramPlan {
     /// Weights that are always there, by name of the component.
     pub weights: Vec<(&'static str, u64)>,

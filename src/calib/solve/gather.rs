@@ -1,15 +1,14 @@
 //! Second moments of the inputs of matrices, summed while a block is run.
 
-use super::stage::{ExpertWork, Stage, blocks};
+use super::stage::{Stage, blocks};
 use super::{SolveError, Task};
 use crate::artifact::error::ArtifactError;
-use crate::engine::cpu::{Engine, experts};
-use crate::engine::{Batch, EngineError, Event};
+use crate::engine::Batch;
+use crate::engine::solver::Solver;
 use crate::ids::{ExpertId, LayerId, Role, TensorId};
 use crate::model::plan::{Plan, Slot, Step};
 use crate::model::spec::{Ffn, ModelSpec};
 use crate::quant::gptq::Moments;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// What second moments are summed over.
@@ -24,38 +23,40 @@ pub(super) enum Over {
 }
 
 /// Inputs that some matrices share.
-pub(super) struct Gathered {
+pub(super) struct Gathered<S> {
     pub ids: Vec<TensorId>,
     pub expert: Option<ExpertId>,
     pub over: Over,
-    pub moments: Moments,
+    pub sums: S,
 }
 
-impl Gathered {
-    /// Empty sums for everything a stage watches: its buffers in order, then its experts, inputs before what down sees.
-    pub fn start(stage: &Stage, task: &Task<'_>, open: &dyn Fn(TensorId) -> bool) -> Vec<Self> {
-        let cols = |id: TensorId| task.weights.get(id).map_or(0, |w| w.cols);
-        let new = |ids: Vec<TensorId>, expert, over| {
-            let moments = Moments::new(ids.first().map_or(0, |&id| cols(id)), task.feedback);
-            Gathered { ids, expert, over, moments }
-        };
-        let mut all: Vec<Self> = stage.watched.iter().map(|(_, _, ids)| new(ids.clone(), None, Over::Tokens)).collect();
-        if let Some(work) = &stage.experts {
-            let over = if work.pooled { Over::AllTokens } else { Over::Tokens };
-            for &e in &work.experts {
-                let of = |roles: &[Role]| -> Vec<TensorId> {
-                    roles.iter().map(|&r| TensorId::expert(work.layer, e, r)).filter(|&id| open(id)).collect()
-                };
-                if work.inputs {
-                    all.push(new(of(&[Role::ExpertGate, Role::ExpertUp]), Some(e), over));
-                }
-                if work.inner {
-                    all.push(new(of(&[Role::ExpertDown]), Some(e), over));
-                }
+/// Empty sums for everything a stage watches: its buffers in order, then its experts, inputs before what down sees.
+pub(super) fn start<S: Solver>(
+    solver: &mut S,
+    stage: &Stage,
+    task: &Task<'_>,
+    open: &dyn Fn(TensorId) -> bool,
+) -> Result<Vec<Gathered<S::Sums>>, SolveError> {
+    let mut all: Vec<(Vec<TensorId>, Option<ExpertId>, Over)> =
+        stage.watched.iter().map(|(_, _, ids)| (ids.clone(), None, Over::Tokens)).collect();
+    if let Some(work) = &stage.experts {
+        let over = if work.pooled { Over::AllTokens } else { Over::Tokens };
+        for &e in &work.experts {
+            let of = |roles: &[Role]| -> Vec<TensorId> {
+                roles.iter().map(|&r| TensorId::expert(work.layer, e, r)).filter(|&id| open(id)).collect()
+            };
+            if work.inputs {
+                all.push((of(&[Role::ExpertGate, Role::ExpertUp]), Some(e), over));
+            }
+            if work.inner {
+                all.push((of(&[Role::ExpertDown]), Some(e), over));
             }
         }
-        all
     }
+    let cols = |ids: &[TensorId]| ids.first().and_then(|&id| task.weights.get(id)).map_or(0, |w| w.cols);
+    let cols: Vec<usize> = all.iter().map(|(ids, ..)| cols(ids)).collect();
+    let sums = solver.empty(&cols, task.feedback)?;
+    Ok(all.into_iter().zip(sums).map(|((ids, expert, over), sums)| Gathered { ids, expert, over, sums }).collect())
 }
 
 /// What an error of the embedding does to the products of the first layer, each block of it counting alike: second moments of the
@@ -105,71 +106,25 @@ fn num_experts(spec: &ModelSpec, layer: LayerId) -> usize {
 }
 
 /// Runs the steps of `block` that the stage allows on a batch whose residual is loaded, and adds what it watches to `found`.
-pub(super) fn gather(
-    engine: &mut Engine,
+pub(super) fn gather<S: Solver>(
+    solver: &mut S,
     block: &Range<usize>,
     stage: &Stage,
     batch: &Batch,
-    found: &mut [Gathered],
+    found: &mut [Gathered<S::Sums>],
 ) -> Result<(), SolveError> {
-    let num_tok = batch.tokens.len();
     let (watched, of_experts) = found.split_at_mut(stage.watched.len());
-    let mut routed: (Vec<u32>, Vec<f32>) = Default::default();
     for (i, runs) in stage.runs.iter().enumerate() {
         for ((_, slot, _), gathered) in stage.watched.iter().zip(watched.iter_mut()).filter(|((at, ..), _)| *at == i) {
-            debug_assert_eq!(engine.slot(*slot).len() % num_tok, 0);
-            gathered.moments.add(engine.slot(*slot));
+            solver.add(&mut gathered.sums, *slot)?;
         }
         if *runs {
-            engine.run(block.start + i..block.start + i + 1, batch, &mut |event| {
-                let Event::Routed { experts, gates, .. } = event;
-                routed = (experts.to_vec(), gates.to_vec());
-            })?;
+            solver.run(block.start + i..block.start + i + 1, batch)?;
         }
     }
     if let Some(work) = &stage.experts {
-        let each = usize::from(work.inputs) + usize::from(work.inner);
-        let jobs = of_experts.par_chunks_mut(each).zip(&work.experts);
-        jobs.try_for_each(|(sums, &e)| expert(engine, work, e, &routed, num_tok, sums))?;
-    }
-    Ok(())
-}
-
-/// Adds what one expert of a batch sees.
-fn expert(
-    engine: &Engine,
-    work: &ExpertWork,
-    expert: ExpertId,
-    (chosen, gates): &(Vec<u32>, Vec<f32>),
-    num_tok: usize,
-    sums: &mut [Gathered],
-) -> Result<(), EngineError> {
-    let top_k = chosen.len() / num_tok.max(1);
-    let visits: Vec<(usize, f32)> = if work.pooled {
-        (0..num_tok).map(|t| (t, 1.0)).collect()
-    } else {
-        let own = chosen.iter().zip(gates).enumerate().filter(|(_, (e, _))| **e == expert.0);
-        own.map(|(i, (_, gate))| (i / top_k, *gate)).collect()
-    };
-    let src = engine.slot(work.src);
-    let width = src.len() / num_tok.max(1);
-    let last = sums.len() - 1;
-    for visits in visits.chunks(experts::VISITS) {
-        let mut x: Vec<f32> = visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect();
-        let weigh = |x: &mut [f32], width: usize| {
-            for (row, (_, gate)) in x.chunks_exact_mut(width).zip(visits) {
-                row.iter_mut().for_each(|v| *v *= gate);
-            }
-        };
-        if work.inner {
-            let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
-            weigh(&mut inner, work.width);
-            sums[last].moments.add(&inner);
-        }
-        if work.inputs {
-            weigh(&mut x, width);
-            sums[0].moments.add(&x);
-        }
+        let mut sums: Vec<&mut S::Sums> = of_experts.iter_mut().map(|g| &mut g.sums).collect();
+        solver.add_experts(work, &mut sums)?;
     }
     Ok(())
 }

@@ -6,21 +6,25 @@
 //! Memory is one layer, one wave of second moments, one factorisation a thread, and the hidden states or their window of a file.
 
 mod gather;
+mod processor;
 mod stage;
 mod walk;
 
-use super::hidden::{Hidden, groups};
+use super::hidden::{BATCH_TOK, groups_of};
+use super::lockstep::Place;
 use super::windows::Window;
 use crate::artifact::error::ArtifactError;
 use crate::artifact::solved::Solved;
 use crate::artifact::weights::Weights;
-use crate::engine::EngineError;
+use crate::engine::cuda;
+use crate::engine::solver::{Solver, SolverError};
 use crate::files::{self, FileError};
 use crate::ids::{LayerId, Role, TensorId};
 use crate::model::spec::{Ffn, LayerSpec};
 use crate::quant::format::Format;
 use crate::quant::gptq::{Loss, Moments};
 use crate::tensor::Dtype;
+use processor::Processor;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -58,8 +62,11 @@ pub struct Task<'a> {
     pub positive_scales: bool,
     /// Type of the scales.
     pub scale_dtype: Dtype,
-    /// Bytes of hidden states past which they go to a file, and of second moments past which experts go in waves.
+    /// Bytes of hidden states past which they go to a file, and of second moments past which experts go in waves; of a GPU's
+    /// memory, all that is free within the budget of its place is used instead.
     pub max_memory: u64,
+    /// Where all is computed.
+    pub place: Place,
 }
 
 /// What became of one matrix.
@@ -92,9 +99,9 @@ pub enum Progress<'a> {
 /// Why choosing stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum SolveError {
-    /// An engine failed.
+    /// The place where all is computed failed.
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Solver(#[from] SolverError),
     /// A file failed.
     #[error(transparent)]
     File(#[from] FileError),
@@ -121,7 +128,7 @@ impl SolveError {
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
         match self {
-            SolveError::Engine(e) => e.hint(),
+            SolveError::Solver(e) => e.hint(),
             SolveError::File(e) => e.hint(),
             SolveError::Artifact(e) => e.hint(),
             SolveError::Activations(_) => Some("the checkpoint overflows on this text; quantize it with --method search".into()),
@@ -152,27 +159,56 @@ pub fn num_passes(task: &Task<'_>) -> u64 {
             Advance::Source => 3 + experts / 2,
         }
     };
-    (spec.layers.iter().map(passes).sum::<usize>() * groups(task.windows).len()) as u64
+    (spec.layers.iter().map(passes).sum::<usize>() * groups_of(task.windows, pass_tok(task)).len()) as u64
+}
+
+/// Tokens of a pass.
+fn pass_tok(task: &Task<'_>) -> usize {
+    match task.place {
+        Place::Processor => BATCH_TOK,
+        Place::Gpu { .. } => cuda::solver::PASS_TOK,
+    }
 }
 
 /// Experts whose second moments are in memory together.
 fn wave(task: &Task<'_>, width: usize, inner: usize) -> usize {
     let each = Moments::bytes(width, task.feedback) + Moments::bytes(inner, task.feedback);
-    (task.max_memory / each.max(1)).clamp(1, 1 << 20) as usize
+    let bytes = match task.place {
+        Place::Processor => task.max_memory,
+        // Without a GPU there is no walk.
+        Place::Gpu { budget_bytes } => cuda::solver::sums_bytes(budget_bytes).unwrap_or(0),
+    };
+    (bytes / each.max(1)).clamp(1, 1 << 20) as usize
 }
 
 /// Chooses codes and scales for every tensor that a choice quantizes.
 pub fn solve(task: &Task<'_>, on: &mut dyn FnMut(Progress<'_>) -> bool) -> Result<Vec<Outcome>, SolveError> {
-    let spec = task.weights.spec();
     let rows: usize = task.windows.iter().map(|w| w.tokens.len()).sum();
-    let in_memory = (4 * rows * spec.width) as u64 <= task.max_memory;
-    let mut walk = walk::Walk::new(task, Hidden::new(rows * spec.width, in_memory)?, rows, on);
+    let groups = groups_of(task.windows, pass_tok(task));
+    match task.place {
+        Place::Processor => walk(task, Processor::new(task.weights, rows, task.max_memory)?, groups, on)?,
+        Place::Gpu { budget_bytes } => {
+            let tok = groups.iter().map(|(_, windows)| windows.iter().map(|w| w.tokens.len()).sum()).max().unwrap_or(0);
+            let seqs = groups.iter().map(|(_, windows)| windows.len()).max().unwrap_or(0);
+            let solver = cuda::solver::Solver::open(task.weights, rows, tok, seqs, budget_bytes).map_err(SolverError::from)?;
+            walk(task, solver, groups, on)?
+        }
+    }
+    task.choices.iter().map(|c| outcome(task, c)).collect()
+}
+
+fn walk<S: Solver>(
+    task: &Task<'_>,
+    solver: S,
+    groups: Vec<(usize, &[Window])>,
+    on: &mut dyn FnMut(Progress<'_>) -> bool,
+) -> Result<(), SolveError> {
+    let mut walk = walk::Walk::new(task, solver, groups, on);
     walk.embed()?;
-    for l in 0..spec.layers.len() {
+    for l in 0..task.weights.spec().layers.len() {
         walk.layer(l)?;
     }
-    walk.head()?;
-    task.choices.iter().map(|c| outcome(task, c)).collect()
+    walk.head()
 }
 
 fn outcome(task: &Task<'_>, choice: &Choice<'_>) -> Result<Outcome, SolveError> {

@@ -1,5 +1,6 @@
 //! What of a block can be computed, and whose inputs are known, while some of its weights are still to be chosen. Pure.
 
+use crate::engine::solver::ExpertWork;
 use crate::ids::{ExpertId, LayerId, Role, TensorId};
 use crate::model::plan::{Slot, Step};
 use std::collections::{HashMap, HashSet};
@@ -13,23 +14,6 @@ pub(super) struct Stage {
     pub watched: Vec<(usize, Slot, Vec<TensorId>)>,
     /// Experts whose inputs are gathered once the router has chosen.
     pub experts: Option<ExpertWork>,
-}
-
-/// Inputs to gather of some experts of a layer.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct ExpertWork {
-    pub layer: LayerId,
-    /// `F`.
-    pub width: usize,
-    /// The buffer that experts read.
-    pub src: Slot,
-    pub experts: Vec<ExpertId>,
-    /// Of gate and up.
-    pub inputs: bool,
-    /// Of down.
-    pub inner: bool,
-    /// All tokens with weight 1, for experts that no token chose.
-    pub pooled: bool,
 }
 
 impl Stage {

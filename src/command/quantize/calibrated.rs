@@ -5,6 +5,7 @@ use super::allocate::{self, Offer};
 use crate::artifact::manifest::{Calibration, Manifest};
 use crate::artifact::plan::Plan;
 use crate::artifact::weights::Weights;
+use crate::calib::lockstep::Place;
 use crate::calib::sets::{self, TaskSet};
 use crate::calib::solve::{self, Advance, Module, Outcome, Progress, Task};
 use crate::calib::windows::Window;
@@ -99,7 +100,15 @@ pub(super) fn write(
         None => Vec::new(),
     };
     let work = WorkDir::open(&args.output)?;
-    let run = Run { args, weights, text: &text, feedback: request.method.feeds_back(), plan, max_memory: request.max_memory };
+    let run = Run {
+        args,
+        weights,
+        text: &text,
+        feedback: request.method.feeds_back(),
+        plan,
+        max_memory: request.max_memory,
+        place: request.place,
+    };
     run.prepare(&work)?;
     let mut report = json!({
         "command": "quantize", "tool": env!("CARGO_PKG_VERSION"), "model": args.model, "artifact": args.output,
@@ -156,6 +165,7 @@ pub(super) struct Run<'a> {
     pub feedback: bool,
     pub plan: &'a Plan,
     pub max_memory: u64,
+    pub place: Place,
 }
 
 impl Run<'_> {
@@ -166,6 +176,7 @@ impl Run<'_> {
         let this = json!({
             "tool": env!("CARGO_PKG_VERSION"), "files": files, "calibration": self.text.calibration, "method": self.args.method,
             "positive_scales": self.args.positive_scales, "rows": self.plan.rows, "target": self.args.target(),
+            "device": format!("{:?}", self.args.device).to_lowercase(),
         });
         let path = work.path().join(RUN_FILE);
         let found = path.is_file().then(|| files::read(&path)).transpose()?;
@@ -234,6 +245,7 @@ impl Run<'_> {
             positive_scales: self.args.positive_scales,
             scale_dtype: self.plan.scale_dtype,
             max_memory: self.max_memory,
+            place: self.place,
         };
         let stop = Interrupt::install()?;
         let bar = out.count(solve::num_passes(&task), "calibrate");

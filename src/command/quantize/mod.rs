@@ -11,7 +11,8 @@ use crate::artifact::plan::{self, Choice, Plan};
 use crate::artifact::solved::Solved;
 use crate::artifact::weights::Weights;
 use crate::artifact::writer;
-use crate::cli::QuantizeArgs;
+use crate::calib::lockstep::Place;
+use crate::cli::{Device, QuantizeArgs};
 use crate::files::{self, Existing, FileError};
 use crate::ids::TensorId;
 use crate::profile::precision::{Decisions, Profile, Rule, decide};
@@ -145,6 +146,7 @@ struct Request {
     method: Method,
     shard_bytes: u64,
     max_memory: u64,
+    place: Place,
 }
 
 impl Request {
@@ -178,7 +180,13 @@ impl Request {
         if max_memory < LEAST_MEMORY {
             return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
         }
-        Ok(Self { profile, overrides, method, shard_bytes, max_memory })
+        if let (Method::Alone(_), Device::Cuda) = (method, args.device) {
+            let error =
+                UserError::new(format!("`--method {}` rounds on the processor, it has no use for `--device cuda`", args.method));
+            return Err(error.hint("add --method gptq, or drop --device").into());
+        }
+        let place = super::place(args.device, args.vram_budget.as_deref())?;
+        Ok(Self { profile, overrides, method, shard_bytes, max_memory, place })
     }
 
     fn recipe(&self, args: &QuantizeArgs, calibration: Option<Calibration>) -> Recipe {

@@ -304,7 +304,7 @@ impl Engine {
 
     fn decode_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
         let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
-        let cache = &self.caches[layer.0 as usize];
+        let cache = self.cache(*layer);
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
         let (q_gain, k_gain, norm, eps) = self.head_norms(part);
@@ -348,7 +348,7 @@ impl Engine {
     /// Any number of new tokens: keys and values into the pages, then attention over them.
     fn prefill_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
         let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
-        let cache = &self.caches[layer.0 as usize];
+        let cache = self.cache(*layer);
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
         let (q_gain, k_gain, norm, eps) = self.head_norms(part);

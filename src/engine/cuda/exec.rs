@@ -2,7 +2,7 @@
 
 use super::launch;
 use super::plain::{Pages, Router};
-use super::{Engine, View};
+use super::{CudaError, Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::{NormKind, Pairing, RouterSpec, Score, Select};
@@ -12,7 +12,7 @@ impl Engine {
         self.work.slots[slot as usize].at(0)
     }
 
-    fn row(&self, slot: Slot) -> i32 {
+    pub(super) fn row(&self, slot: Slot) -> i32 {
         self.work.row[slot as usize] as i32
     }
 
@@ -21,6 +21,9 @@ impl Engine {
         let num_tok = view.num_tok;
         if let Some((dst, width)) = self.written(step) {
             self.work.row[dst as usize] = width;
+        }
+        if self.tiled_step(step, view)? {
+            return Ok(());
         }
         let k = &self.plain;
         match step {
@@ -51,20 +54,18 @@ impl Engine {
                 let (stride, offset) = (*stride as i32, *offset as i32);
                 k.plain_rope(grid, self.at(*buf), row, stride, offset, cos, sin, half as i32, interleaved as i32)?;
             }
-            Step::Attend { dst, q, k: key, v, layer, heads, window } => {
-                let cache = &self.caches[layer.0 as usize];
+            Step::Attend { dst, q, layer, heads, window, .. } => {
+                self.append(step, view)?;
+                let cache = self.cache(*layer);
                 let (pages, dim) = (self.pages_of(view), heads.dim as i32);
                 let values = cache.values.as_ref().map_or(0, |b| b.at(0));
-                let grid = launch::parts(heads.kv, num_tok, 64);
-                k.plain_append(grid, cache.keys.at(0), self.at(*key), self.row(*key), pages, dim)?;
-                k.plain_append(grid, values, self.at(*v), self.row(*v), pages, dim)?;
                 let (grid, window) = (launch::parts(heads.q, num_tok, 128), window.unwrap_or(0) as i32);
                 let (to, from, keys, kv) = (self.at(*dst), self.at(*q), cache.keys.at(0), heads.kv as i32);
                 k.plain_attend(grid, to, self.row(*dst), from, self.row(*q), keys, values, pages, kv, dim, heads.scale, window)?;
                 self.count_keys();
             }
             Step::AttendLatent { dst, q, latent, up, layer, mla } => {
-                let (keys, pages) = (self.caches[layer.0 as usize].keys.at(0), self.pages_of(view));
+                let (keys, pages) = (self.cache(*layer).keys.at(0), self.pages_of(view));
                 let (rank, rope, nope, v) = (mla.kv_rank as i32, mla.rope as i32, mla.nope as i32, mla.v as i32);
                 let up = self.store.matrix(*up);
                 let (query, mixed) = (self.work.latent_q.at(0), self.work.latent_out.at(0));
@@ -118,6 +119,16 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// Stores the keys and values of an attention step in their pages.
+    pub(super) fn append(&self, step: &Step, view: &View) -> Result<(), CudaError> {
+        let Step::Attend { k: key, v, layer, heads, .. } = step else { return Ok(()) };
+        let (cache, pages, dim) = (self.cache(*layer), self.pages_of(view), heads.dim as i32);
+        let grid = launch::parts(heads.kv, view.num_tok, 64);
+        let values = cache.values.as_ref().map_or(0, |b| b.at(0));
+        self.plain.plain_append(grid, cache.keys.at(0), self.at(*key), self.row(*key), pages, dim)?;
+        self.plain.plain_append(grid, values, self.at(*v), self.row(*v), pages, dim)
     }
 
     /// Brings the experts of some choices into slots; `list` is the router's or null. Nothing to do if all are on the device.

@@ -402,7 +402,7 @@ impl Fast {
     /// Loads the kernels for weights of some forms, as kernel names spell them.
     pub fn load(device: &Arc<Device>, forms: &[&str]) -> Result<Self, CudaError> {
         let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
-        let wanted = |p: &&Source| p.name != "plain.cu" && p.form.is_none_or(|f| forms.contains(&f));
+        let wanted = |p: &&Source| !OTHERS.contains(&p.name) && p.form.is_none_or(|f| forms.contains(&f));
         let programs: Vec<&Source> = PROGRAMS.iter().filter(wanted).collect();
         // The first start on a machine compiles; each program keeps one core busy for seconds.
         let arch = device.properties().arch();
@@ -415,6 +415,11 @@ impl Fast {
             }
         }
         Ok(Self { functions, overlap })
+    }
+
+    /// No kernel.
+    pub fn none() -> Self {
+        Self { functions: HashMap::new(), overlap: Overlap::No }
     }
 
     /// Whether there is such a kernel.
@@ -433,6 +438,9 @@ impl Fast {
         unsafe { function.launch(grid, self.overlap, &mut params) }
     }
 }
+
+/// Programs whose kernels have launchers of their own.
+const OTHERS: [&str; 3] = ["plain.cu", "tiles.cu", "solve.cu"];
 
 /// Kernels of a program.
 fn names(program: &Source) -> Vec<String> {

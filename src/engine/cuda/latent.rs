@@ -22,7 +22,7 @@ impl Engine {
     pub(super) fn decode_latent(&mut self, part: &LatentPart, view: &View) -> Result<(), EngineError> {
         let (m, num_tok) = (&part.mla, view.num_tok);
         let up = self.store.matrix(part.up);
-        let pages = self.caches[part.layer.0 as usize].keys.at(0);
+        let pages = self.cache(part.layer).keys.at(0);
         let (query, partial) = (self.work.latent_q.at(0), self.work.partial.at(0));
         let (t, h, nope, v) = (num_tok as i32, m.heads as i32, m.nope as i32, m.v as i32);
         let (max_pages, max_splits) = (view.table_stride as i32, launch::latent_splits(m.heads, num_tok) as i32);

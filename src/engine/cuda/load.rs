@@ -105,7 +105,7 @@ pub(super) struct Layout {
     pub by_component: Vec<(Component, u64)>,
 }
 
-fn float_kind(dtype: Dtype) -> Kind {
+pub(super) fn float_kind(dtype: Dtype) -> Kind {
     match dtype {
         Dtype::F32 => Kind::F32,
         Dtype::F16 => Kind::F16,
@@ -137,6 +137,11 @@ impl Layout {
     pub fn of_weights(weights: &Weights) -> Self {
         let forms = weights.tensors().iter().filter_map(|(id, _)| Some((*id, form_of(*id, &weights.get(*id)?))));
         Self::place(forms)
+    }
+
+    /// Of some tensors of a model.
+    pub fn of_some(weights: &Weights, ids: &[TensorId]) -> Self {
+        Self::place(ids.iter().filter_map(|id| Some((*id, form_of(*id, &weights.get(*id)?)))))
     }
 
     /// Of a model that exists as a spec only; `format` names how each matrix would be stored, scales and floats in bf16.
@@ -356,7 +361,8 @@ impl Store {
         store.with_tables(device, spec)
     }
 
-    fn empty(device: &Arc<Device>, layout: Layout, residency: &Residency) -> Result<Self, CudaError> {
+    /// Room for a layout.
+    pub fn empty(device: &Arc<Device>, layout: Layout, residency: &Residency) -> Result<Self, CudaError> {
         let dense = Buffer::new(device, layout.dense_bytes)?;
         let experts = Experts::new(device, &layout, residency)?;
         Ok(Self { dense, experts, layout, tables: HashMap::new(), forms: HashMap::new() })
@@ -392,6 +398,9 @@ impl Store {
     fn with_tables(mut self, device: &Arc<Device>, spec: &ModelSpec) -> Result<Self, CudaError> {
         for (l, layer) in spec.layers.iter().enumerate() {
             let Ffn::Moe(moe) = &layer.ffn else { continue };
+            if !self.layout.experts.contains_key(&(l as u32)) {
+                continue;
+            }
             let layer = LayerId(l as u32);
             let mut table: Vec<Matrix> = (0..moe.router.experts as u32)
                 .flat_map(|e| {
@@ -470,7 +479,7 @@ impl Store {
 }
 
 /// Copies runs of bytes to the device through page-locked buffers, filling one while the others travel.
-struct Stager<'a> {
+pub(super) struct Stager<'a> {
     device: &'a Arc<Device>,
     buffers: Vec<(Pinned, Event)>,
     turn: usize,
@@ -478,12 +487,12 @@ struct Stager<'a> {
 }
 
 impl<'a> Stager<'a> {
-    fn new(device: &'a Arc<Device>) -> Result<Self, CudaError> {
+    pub fn new(device: &'a Arc<Device>) -> Result<Self, CudaError> {
         let buffers = (0..STAGING_BUFFERS).map(|_| Ok((Pinned::new(device, STAGING_BYTES)?, Event::new(device)?)));
         Ok(Self { device, buffers: buffers.collect::<Result<_, CudaError>>()?, turn: 0, filled: 0 })
     }
 
-    fn push(&mut self, target: &Buffer, mut at: usize, mut src: &[u8]) -> Result<(), CudaError> {
+    pub fn push(&mut self, target: &Buffer, mut at: usize, mut src: &[u8]) -> Result<(), CudaError> {
         assert!(at + src.len() <= target.bytes());
         while !src.is_empty() {
             if self.filled == STAGING_BYTES {
@@ -510,7 +519,7 @@ impl<'a> Stager<'a> {
         self.buffers[self.turn].1.wait()
     }
 
-    fn finish(mut self) -> Result<(), CudaError> {
+    pub fn finish(mut self) -> Result<(), CudaError> {
         for _ in 0..STAGING_BUFFERS {
             self.rotate()?;
         }

@@ -3,7 +3,7 @@
 use super::device::{CudaError, Device, During};
 use super::launch::Grid;
 use super::memory::{Buffer, Event, Mapped};
-use super::module::{Module, PROGRAMS};
+use super::module::{Module, program};
 use super::plain::{Kind, Plain};
 use super::{Engine, launch};
 use crate::engine::EngineError;
@@ -30,7 +30,7 @@ const REPEATS: usize = 10;
 
 /// Measures a device on memory of its own; medians of ten.
 pub fn rates(device: &Arc<Device>) -> Result<Rates, CudaError> {
-    let plain = Plain::load(&Module::load(device, &PROGRAMS[0])?)?;
+    let plain = Plain::load(&Module::load(device, program("plain.cu"))?)?;
     let bytes = READ_BYTES.min(device.memory()?.0 / 2) as usize & !15;
     let (buffer, sink) = (Buffer::new(device, bytes)?, Buffer::new(device, 4)?);
     let words = (bytes / 4) as u64;

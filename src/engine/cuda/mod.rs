@@ -23,6 +23,9 @@ mod plain;
 pub mod routing;
 mod sampling;
 pub mod slots;
+pub mod solver;
+mod tiled;
+mod tiles;
 mod transfer;
 mod workspace;
 
@@ -31,7 +34,7 @@ pub use load::LoadError;
 pub use pages::PAGE_TOKENS;
 pub use plain::Kind;
 
-use super::{Batch, EngineError, Event};
+use super::{Batch, EngineError, Event, Segment};
 use crate::artifact::weights::Weights;
 use crate::ids::{SeqId, TensorId};
 use crate::model::plan::{self, Plan, Slot, Step};
@@ -46,7 +49,7 @@ use graph::Decode;
 use launch::DECODE_TOK;
 use load::{Layout, Residency, Store};
 use memory::{Buffer, aligned};
-use module::{Module, PROGRAMS};
+use module::{Module, program};
 use pages::PageTable;
 use plain::Plain;
 use routing::Routing;
@@ -55,6 +58,7 @@ use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use tiled::Tiled;
 use workspace::Workspace;
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
@@ -98,6 +102,8 @@ pub struct Options {
 pub enum Kernels {
     /// One plain kernel a step.
     Plain,
+    /// The same in single precision, with products in tiles: for passes of many tokens.
+    Tiled,
     /// Fast kernels for the blocks whose shapes and formats they take.
     #[default]
     Fast,
@@ -124,6 +130,8 @@ impl Default for Options {
 pub struct Engine {
     device: Arc<Device>,
     plain: Plain,
+    /// Of [`Kernels::Tiled`].
+    tiled: Option<Tiled>,
     fast: Fast,
     kernels: Kernels,
     /// Kinds of blocks that are left to the plain kernels on this device.
@@ -134,7 +142,7 @@ pub struct Engine {
     groups: Vec<Group>,
     store: Store,
     vram: VramPlan,
-    /// Keys and values, or latents, of each layer.
+    /// Keys and values, or latents, of each layer; or one pool that all layers use in turn.
     caches: Vec<Cache>,
     cache_kind: Kind,
     pages: PageTable,
@@ -153,6 +161,22 @@ pub struct Engine {
 struct Cache {
     keys: Buffer,
     values: Option<Buffer>,
+}
+
+impl Cache {
+    /// Elements of a token's row of keys.
+    fn width(attn: &Attn) -> usize {
+        match attn {
+            Attn::Gqa(a) => a.kv_heads * a.head_dim,
+            Attn::Mla(a) => a.kv_rank + a.rope,
+        }
+    }
+
+    fn new(device: &Arc<Device>, attn: &Attn, num_pages: usize, kind: Kind) -> Result<Self, CudaError> {
+        let element = if kind == Kind::F32 { 4 } else { 2 };
+        let pool = || Buffer::new(device, num_pages * PAGE_TOKENS * Self::width(attn) * element);
+        Ok(Self { keys: pool()?, values: if let Attn::Gqa(_) = attn { Some(pool()?) } else { None } })
+    }
 }
 
 /// Where the kernels find a batch.
@@ -187,6 +211,7 @@ struct BatchBuffers {
     table_stride: usize,
     /// The batch was begun as one new token a sequence.
     decode: bool,
+    segments: Vec<Segment>,
 }
 
 #[derive(Clone, Copy)]
@@ -198,6 +223,20 @@ enum BatchPart {
     Table,
     Cos,
     Sin,
+}
+
+impl BatchBuffers {
+    fn new(device: &Arc<Device>) -> Result<Self, CudaError> {
+        Ok(Self {
+            memory: Buffer::new(device, 1 << 16)?,
+            at: [0; BatchPart::COUNT],
+            num_tok: 0,
+            num_rows: 0,
+            table_stride: 0,
+            decode: false,
+            segments: Vec::new(),
+        })
+    }
 }
 
 impl BatchPart {
@@ -250,29 +289,16 @@ impl Engine {
         let Start { device, plain, fast, plan, vram, residency: _ } = start;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
-        let element = if options.cache == Kind::F32 { 4 } else { 2 };
-        let pool = |width: usize| Buffer::new(&device, num_pages * PAGE_TOKENS * width * element);
-        let caches = spec.layers.iter().map(|layer| match &layer.attn {
-            Attn::Gqa(a) => {
-                let width = a.kv_heads * a.head_dim;
-                Ok(Cache { keys: pool(width)?, values: Some(pool(width)?) })
-            }
-            Attn::Mla(a) => Ok(Cache { keys: pool(a.kv_rank + a.rope)?, values: None }),
-        });
+        let caches = spec.layers.iter().map(|layer| Cache::new(&device, &layer.attn, num_pages, options.cache));
         let caches = caches.collect::<Result<Vec<_>, CudaError>>()?;
         let work = Workspace::new(&device, &plan, &spec, PLANNED_TOK, DECODE_TOK)?;
         let decode = Decode::new(&device, num_pages.min(spec.max_positions.div_ceil(PAGE_TOKENS)), spec.rope.dim / 2)?;
-        let batch = BatchBuffers {
-            memory: Buffer::new(&device, 1 << 16)?,
-            at: [0; BatchPart::COUNT],
-            num_tok: 0,
-            num_rows: 0,
-            table_stride: 0,
-            decode: false,
-        };
+        let batch = BatchBuffers::new(&device)?;
+        let tiled = (options.kernels == Kernels::Tiled).then(|| Tiled::load(&device, &spec)).transpose()?;
         Ok(Self {
             device,
             plain,
+            tiled,
             fast,
             kernels: options.kernels,
             unfit,
@@ -292,6 +318,60 @@ impl Engine {
             pending: None,
             host: Default::default(),
         })
+    }
+
+    /// A model that runs part by part, with products in tiles: no weights before [`Engine::attach`], one pool of keys for all layers,
+    /// room for passes of `tok` tokens in up to `seqs` sequences.
+    fn in_parts(device: &Arc<Device>, weights: Arc<Weights>, tok: usize, seqs: usize) -> Result<Self, CudaError> {
+        let spec = weights.spec().clone();
+        check(&spec)?;
+        let plan = plan::plan(&spec);
+        let num_pages = tok.div_ceil(PAGE_TOKENS) + seqs;
+        let widest = spec.layers.iter().max_by_key(|layer| Cache::width(&layer.attn));
+        let caches = widest.map(|layer| Cache::new(device, &layer.attn, num_pages, Kind::F32)).into_iter();
+        let work = Workspace::new(device, &plan, &spec, tok, 1)?;
+        let residency = Residency { layers: Vec::new(), slots: None, policy: None, link_limit: None };
+        let bytes = Workspace::planned_bytes(&plan, &spec, PLANNED_TOK, DECODE_TOK);
+        let mut tiled = Tiled::load(device, &spec)?;
+        tiled.reserve(tok)?;
+        Ok(Self {
+            plain: Plain::load(&Module::load(device, program("plain.cu"))?)?,
+            tiled: Some(tiled),
+            fast: Fast::none(),
+            kernels: Kernels::Tiled,
+            unfit: Vec::new(),
+            store: Store::empty(device, Layout::of_some(&weights, &[]), &residency)?,
+            weights: Some(weights),
+            groups: fuse::fuse(&plan),
+            plan,
+            vram: VramPlan { workspace_bytes: bytes, total_bytes: bytes, budget_bytes: u64::MAX, ..VramPlan::default() },
+            caches: caches.collect::<Result<_, _>>()?,
+            cache_kind: Kind::F32,
+            pages: PageTable::new(num_pages),
+            work,
+            batch: BatchBuffers::new(device)?,
+            decode: Decode::new(device, num_pages, spec.rope.dim / 2)?,
+            scripts: HashMap::new(),
+            pending: None,
+            host: Default::default(),
+            spec,
+            device: Arc::clone(device),
+        })
+    }
+
+    /// Runs these tensors of `weights` from now on, and no others.
+    fn attach(&mut self, weights: Arc<Weights>, ids: &[TensorId]) -> Result<(), LoadError> {
+        let residency = Residency { layers: Vec::new(), slots: None, policy: None, link_limit: None };
+        // What was there goes first: both together may not fit.
+        self.store = Store::empty(&self.device, Layout::of_some(&weights, &[]), &residency)?;
+        self.store = Store::load(&self.device, &weights, Layout::of_some(&weights, ids), &residency, &mut |_| ())?;
+        self.weights = Some(weights);
+        Ok(())
+    }
+
+    /// Keys and values of a layer.
+    fn cache(&self, layer: crate::ids::LayerId) -> &Cache {
+        &self.caches[layer.0 as usize % self.caches.len()]
     }
 
     /// The steps this engine runs.
@@ -404,6 +484,7 @@ impl Engine {
         if num_tok > self.work.capacity_tok || rows.len() > self.work.capacity_rows {
             self.grow(num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows))?;
         }
+        self.tiled.as_mut().map(|t| t.reserve(num_tok)).transpose()?;
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = vocab;
         self.host = Default::default();
@@ -467,6 +548,7 @@ impl Engine {
         }
         (self.batch.num_tok, self.batch.num_rows, self.batch.table_stride) = (num_tok, rows.len(), stride);
         self.batch.decode = false;
+        self.batch.segments.clone_from(&batch.segments);
         Ok(self.device.upload(&self.batch.memory, 0, &all)?)
     }
 
@@ -605,8 +687,7 @@ impl Start {
             policy: options.policy,
             link_limit: options.link_limit,
         };
-        let module = Module::load(&device, &PROGRAMS[0])?;
-        let plain = Plain::load(&module)?;
+        let plain = Plain::load(&Module::load(&device, program("plain.cu"))?)?;
         let fast = Fast::load(&device, &layout.forms())?;
         Ok(Self { device, plain, fast, plan, vram, residency })
     }

@@ -59,16 +59,27 @@ pub const PROGRAMS: &[Source] = &[
     source!("rows.cu"),
     source!("tiers.cu"),
     source!("sample.cu"),
+    source!("tiles.cu"),
+    source!("solve.cu"),
 ];
 /// Files they include.
 pub const HEADERS: &[Source] = &[
     source!("common/base.cuh"),
+    source!("common/matrix.cuh"),
     source!("common/mma.cuh"),
     source!("common/planes.cuh"),
     source!("common/reduce.cuh"),
     source!("common/routing.cuh"),
     source!("common/stream.cuh"),
 ];
+
+/// A program by its name.
+///
+/// # Panics
+/// If there is none.
+pub(super) fn program(name: &str) -> &'static Source {
+    PROGRAMS.iter().find(|p| p.name == name).unwrap_or_else(|| unreachable!("`{name}` is embedded"))
+}
 
 /// Targets that every kernel must compile for.
 pub const ARCHES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"];
@@ -373,7 +384,7 @@ macro_rules! kernels {
 
         impl $set {
             /// Finds every kernel in a loaded program.
-            pub fn load(module: &std::sync::Arc<$crate::engine::cuda::module::Module>) -> Result<Self, CudaError> {
+            pub fn load(module: &std::sync::Arc<$crate::engine::cuda::module::Module>) -> Result<Self, $crate::engine::cuda::CudaError> {
                 Ok(Self { $($name: module.function(stringify!($name))?,)* })
             }
 
@@ -383,7 +394,7 @@ macro_rules! kernels {
 
             $(
                 #[allow(clippy::too_many_arguments)]
-                pub fn $name(&self, grid: Grid, $($arg: $ty),*) -> Result<(), CudaError> {
+                pub fn $name(&self, grid: $crate::engine::cuda::launch::Grid, $($arg: $ty),*) -> Result<(), $crate::engine::cuda::CudaError> {
                     let mut params = [$((&raw const $arg).cast_mut().cast::<std::ffi::c_void>()),*];
                     // SAFETY: one parameter each, of the types the source declares, which a test compares; addresses come from
                     // buffers that the engine sized for the step and keeps until the stream is done.
@@ -396,8 +407,21 @@ macro_rules! kernels {
 pub(super) use kernels;
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// Types of a kernel's parameters as the launchers spell them.
+    pub fn parameters(source: &str, kernel: &str) -> Vec<String> {
+        let start = source.find(&format!("void {kernel}(")).unwrap_or_else(|| panic!("`{kernel}` is not in the source"));
+        let list = source[start..].split_once('(').unwrap().1.split_once(')').unwrap().0;
+        let spelt = |p: &str| match p.trim() {
+            p if p.contains('*') => "u64",
+            p if p.starts_with("int ") => "i32",
+            p if p.starts_with("float ") => "f32",
+            p => p.split(' ').next().unwrap(),
+        };
+        list.split(',').map(|p| spelt(p).to_string()).collect()
+    }
 
     /// Fails if any part of what is compiled is left out of the name.
     #[test]

@@ -1,7 +1,5 @@
 //! Launchers of `kernels/plain.cu`, and the structures they take by value.
 
-use super::device::CudaError;
-use super::launch::Grid;
 use super::module::kernels;
 
 /// How elements of a weight are stored; `Kind` in `plain.cu`.
@@ -103,31 +101,15 @@ kernels! {
 
 #[cfg(test)]
 mod tests {
+    use super::super::module::tests::parameters;
     use super::*;
-
-    /// Types of a kernel's parameters as the launchers spell them.
-    fn declared(source: &str, kernel: &str) -> Vec<&'static str> {
-        let start = source.find(&format!("void {kernel}(")).unwrap_or_else(|| panic!("`{kernel}` is not in the source"));
-        let list = source[start..].split_once('(').unwrap().1.split_once(')').unwrap().0;
-        let spelt = |p: &str| match p.trim() {
-            p if p.contains('*') => "u64",
-            p if p.starts_with("u64") => "u64",
-            p if p.starts_with("int ") => "i32",
-            p if p.starts_with("float ") => "f32",
-            p if p.starts_with("Matrix ") => "Matrix",
-            p if p.starts_with("Pages ") => "Pages",
-            p if p.starts_with("Router ") => "Router",
-            p => panic!("`{kernel}` takes `{p}`"),
-        };
-        list.split(',').map(spelt).collect()
-    }
 
     /// A launcher whose parameters differ from the kernel's would corrupt memory; fails on any missing or swapped type.
     #[test]
     fn launchers_have_the_parameters_of_the_kernels() {
         let source = include_str!("../../../kernels/plain.cu");
         for (kernel, types) in Plain::SIGNATURES {
-            assert_eq!(declared(source, kernel), *types, "{kernel}");
+            assert_eq!(parameters(source, kernel), *types, "{kernel}");
         }
         assert_eq!(source.matches("extern \"C\" __global__").count(), Plain::SIGNATURES.len());
         assert_eq!((size_of::<Matrix>(), size_of::<Pages>(), size_of::<Router>()), (40, 32, 36));
