@@ -3,7 +3,6 @@
 // Rounding, scales and the columns of a block are computed by the processor's operations in its order, so that the same inputs give
 // the same bits; products between blocks (`tiles.cu`) and sums in f64 differ in order. A warp takes a row, or a group of one.
 
-#include "common/base.cuh"
 #include "common/matrix.cuh"
 
 typedef unsigned char u8;

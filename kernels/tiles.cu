@@ -3,7 +3,6 @@
 //
 // An operand is either `rows`, contiguous along the summed dimension, or `cols`, contiguous along the other.
 
-#include "common/base.cuh"
 #include "common/matrix.cuh"
 #include "common/reduce.cuh"
 

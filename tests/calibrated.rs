@@ -71,8 +71,9 @@ fn solve_in(weights: &Arc<Weights>, dir: &Path, max_memory: u64, feedback: bool,
         positive_scales: false,
         scale_dtype: Dtype::BF16,
         max_memory,
+        place: Place::Processor,
     };
-    solve::solve(&task, &mut |p| !matches!(p, Progress::Part(name, _) if Some(name) == stop)).map(drop)
+    solve::solve(&task, &mut |p| !matches!(p, Progress::Part(name, ..) if Some(name) == stop)).map(drop)
 }
 
 /// Byte for byte: nothing depends on how often the walk was broken off, on how many experts are in memory together, or on where
@@ -120,6 +121,7 @@ fn every_family_is_quantized_whole() {
                 positive_scales: false,
                 scale_dtype: Dtype::BF16,
                 max_memory: 1 << 20,
+                place: Place::Processor,
             };
             let found = solve::solve(&task, &mut |_| true).unwrap().remove(0);
             let wanted = weights.tensors().iter().filter(|(id, _)| fitting(*id) != Format::Source);
@@ -277,6 +279,7 @@ fn an_embedding_is_rounded_for_its_readers() {
             positive_scales: false,
             scale_dtype: Dtype::BF16,
             max_memory: 1 << 30,
+            place: Place::Processor,
         };
         let found = solve::solve(&task, &mut |_| true).unwrap().remove(0);
         let candidate = weights.patched(vec![Patch::Solved(found.solved)]);

@@ -82,6 +82,7 @@ fn peak(times: usize) -> usize {
         positive_scales: false,
         scale_dtype: Dtype::BF16,
         max_memory: 1 << 30,
+        place: moe::calib::lockstep::Place::Processor,
     };
     PEAK.store(LIVE.load(Relaxed), Relaxed);
     let opened = LIVE.load(Relaxed);

@@ -13,6 +13,40 @@ use crate::quant::round::Rounding;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// What time goes into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Work {
+    /// Bringing weights to where they are used.
+    Weights,
+    /// Running steps.
+    Passes,
+    /// Summing second moments.
+    Moments,
+    /// Factorising them.
+    Factors,
+    /// Choosing codes; on the processor with the factors.
+    Codes,
+}
+
+impl Work {
+    /// Every kind.
+    pub const ALL: [Work; 5] = [Work::Weights, Work::Passes, Work::Moments, Work::Factors, Work::Codes];
+
+    /// As reports spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Work::Weights => "weights",
+            Work::Passes => "passes",
+            Work::Moments => "moments",
+            Work::Factors => "factors",
+            Work::Codes => "codes",
+        }
+    }
+}
+
+/// Seconds of each kind of work, in the order of [`Work::ALL`].
+pub type Spent = [f64; Work::ALL.len()];
+
 /// Inputs to sum of some experts of a layer, once its router has chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertWork {
@@ -142,4 +176,7 @@ pub trait Solver {
 
     /// Chooses codes for matrices of `weights`, one list a job.
     fn choose(&mut self, weights: &Weights, jobs: Vec<Job<Self::Sums>>) -> Result<Vec<Vec<Chosen>>, SolverError>;
+
+    /// Time since this was last asked.
+    fn spent(&mut self) -> Result<Spent, SolverError>;
 }

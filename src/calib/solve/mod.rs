@@ -17,7 +17,7 @@ use crate::artifact::error::ArtifactError;
 use crate::artifact::solved::Solved;
 use crate::artifact::weights::Weights;
 use crate::engine::cuda;
-use crate::engine::solver::{Solver, SolverError};
+use crate::engine::solver::{Solver, SolverError, Spent};
 use crate::files::{self, FileError};
 use crate::ids::{LayerId, Role, TensorId};
 use crate::model::spec::{Ffn, LayerSpec};
@@ -90,8 +90,8 @@ pub struct Module {
 pub enum Progress<'a> {
     /// Tokens have passed through a block once more; the number is this group's share of a pass.
     Group,
-    /// A part is finished: its name and the modules of the first choice.
-    Part(&'a str, &'a [Module]),
+    /// A part is finished: its name, the modules of the first choice, and the time that went into it.
+    Part(&'a str, &'a [Module], Spent),
     /// A part was found finished.
     Resumed(&'a str),
 }

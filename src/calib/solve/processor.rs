@@ -3,7 +3,7 @@
 use crate::artifact::weights::Weights;
 use crate::calib::hidden::Hidden;
 use crate::engine::cpu::{Engine, experts};
-use crate::engine::solver::{Chosen, ExpertWork, Job, Solver, SolverError};
+use crate::engine::solver::{Chosen, ExpertWork, Job, Solver, SolverError, Spent, Work};
 use crate::engine::{Batch, Event};
 use crate::ids::{ExpertId, TensorId};
 use crate::model::plan::{Plan, Slot};
@@ -11,6 +11,7 @@ use crate::quant::gptq::{Feedback, Moments};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The reference engine, and the hidden states in memory or in a scratch file.
 pub(super) struct Processor {
@@ -19,6 +20,7 @@ pub(super) struct Processor {
     num_tok: usize,
     /// What the router of the batch has chosen: experts and gates, `[T, K]`.
     routed: (Vec<u32>, Vec<f32>),
+    spent: Spent,
 }
 
 impl Processor {
@@ -26,7 +28,17 @@ impl Processor {
     pub fn new(weights: &Arc<Weights>, rows: usize, max_memory: u64) -> Result<Self, SolverError> {
         let len = rows * weights.spec().width;
         let hidden = Hidden::new(len, 4 * len as u64 <= max_memory)?;
-        Ok(Self { engine: Engine::new(Arc::clone(weights)), hidden, num_tok: 0, routed: Default::default() })
+        Ok(Self {
+            engine: Engine::new(Arc::clone(weights)),
+            hidden,
+            num_tok: 0,
+            routed: Default::default(),
+            spent: Spent::default(),
+        })
+    }
+
+    fn spend(&mut self, work: Work, since: Instant) {
+        self.spent[work as usize] += since.elapsed().as_secs_f64();
     }
 
     fn width(&self) -> usize {
@@ -98,11 +110,13 @@ impl Solver for Processor {
     }
 
     fn run(&mut self, steps: Range<usize>, batch: &Batch) -> Result<(), SolverError> {
-        let routed = &mut self.routed;
-        Ok(self.engine.run(steps, batch, &mut |event| {
+        let (routed, started) = (&mut self.routed, Instant::now());
+        self.engine.run(steps, batch, &mut |event| {
             let Event::Routed { experts, gates, .. } = event;
             *routed = (experts.to_vec(), gates.to_vec());
-        })?)
+        })?;
+        self.spend(Work::Passes, started);
+        Ok(())
     }
 
     fn end(&mut self, batch: &Batch) {
@@ -123,18 +137,29 @@ impl Solver for Processor {
 
     fn add(&mut self, sums: &mut Moments, slot: Slot) -> Result<(), SolverError> {
         debug_assert_eq!(self.engine.slot(slot).len() % self.num_tok, 0);
+        let started = Instant::now();
         sums.add(self.engine.slot(slot));
+        self.spend(Work::Moments, started);
         Ok(())
     }
 
     fn add_experts(&mut self, work: &ExpertWork, sums: &mut [&mut Moments]) -> Result<(), SolverError> {
         let each = usize::from(work.inputs) + usize::from(work.inner);
-        let jobs = sums.par_chunks_mut(each).zip(&work.experts);
-        jobs.try_for_each(|(sums, &e)| self.add_expert(work, e, sums))
+        let (jobs, started) = (sums.par_chunks_mut(each).zip(&work.experts), Instant::now());
+        jobs.try_for_each(|(sums, &e)| self.add_expert(work, e, sums))?;
+        self.spend(Work::Moments, started);
+        Ok(())
     }
 
     fn choose(&mut self, weights: &Weights, jobs: Vec<Job<Moments>>) -> Result<Vec<Vec<Chosen>>, SolverError> {
-        jobs.into_par_iter().map(|job| choose(weights, job)).collect()
+        let started = Instant::now();
+        let found = jobs.into_par_iter().map(|job| choose(weights, job)).collect();
+        self.spend(Work::Codes, started);
+        found
+    }
+
+    fn spent(&mut self) -> Result<Spent, SolverError> {
+        Ok(std::mem::take(&mut self.spent))
     }
 }
 

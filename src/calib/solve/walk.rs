@@ -108,7 +108,8 @@ impl<'a, S: Solver> Walk<'a, S> {
             let json = serde_json::to_vec(&modules).map_err(ArtifactError::from)?;
             files::write_atomic(&modules_file(&choice.dir, name), &json)?;
         }
-        self.tell(Progress::Part(name, &first))
+        let spent = self.solver.spent()?;
+        self.tell(Progress::Part(name, &first, spent))
     }
 
     fn tell(&mut self, progress: Progress<'_>) -> Result<(), SolveError> {

@@ -11,6 +11,7 @@ use crate::calib::solve::{self, Advance, Module, Outcome, Progress, Task};
 use crate::calib::windows::Window;
 use crate::cli::QuantizeArgs;
 use crate::command::{Interrupt, UserError, measure};
+use crate::engine::solver::{Spent, Work};
 use crate::files::{self, WorkDir};
 use crate::ids::TensorId;
 use crate::profile::precision::Decisions;
@@ -22,6 +23,7 @@ use crate::text::Tokenizer;
 use anyhow::Result;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -108,6 +110,7 @@ pub(super) fn write(
         plan,
         max_memory: request.max_memory,
         place: request.place,
+        spent: RefCell::default(),
     };
     run.prepare(&work)?;
     let mut report = json!({
@@ -142,6 +145,8 @@ pub(super) fn write(
     if let Some(others) = run.other_tasks(&outcome, out)? {
         report["other_tasks"] = others;
     }
+    let spent = run.spent.borrow();
+    report["seconds"] = Work::ALL.iter().zip(spent.iter()).map(|(work, s)| (work.name().to_string(), json!(s))).collect();
     report["error_by_layer"] = by_layer(&outcome.modules);
     report["errors"] = by_kind(&outcome.modules);
     report["modules"] = json!(outcome.modules);
@@ -166,6 +171,8 @@ pub(super) struct Run<'a> {
     pub plan: &'a Plan,
     pub max_memory: u64,
     pub place: Place,
+    /// Seconds of each kind of work so far.
+    pub spent: RefCell<Spent>,
 }
 
 impl Run<'_> {
@@ -253,7 +260,11 @@ impl Run<'_> {
         let found = solve::solve(&task, &mut |progress| {
             match progress {
                 Progress::Group => bar.advance(1),
-                Progress::Part(name, modules) => out.note(told(name, modules, started.elapsed().as_secs_f64())),
+                Progress::Part(name, modules, spent) => {
+                    out.note(told(name, modules, started.elapsed().as_secs_f64(), spent));
+                    let mut sums = self.spent.borrow_mut();
+                    sums.iter_mut().zip(spent).for_each(|(sum, new)| *sum += new);
+                }
                 Progress::Resumed(name) => out.note(format!("{name}: done by an earlier run")),
             }
             !stop.pressed()
@@ -264,7 +275,7 @@ impl Run<'_> {
 }
 
 /// One line about a finished part: what error feedback did, and how many tokens its experts saw.
-fn told(name: &str, modules: &[Module], elapsed: f64) -> String {
+fn told(name: &str, modules: &[Module], elapsed: f64, spent: Spent) -> String {
     let sum = |of: fn(&Module) -> f64| modules.iter().map(of).sum::<f64>();
     let (before, after, whole) = (sum(|m| m.loss.before), sum(|m| m.loss.after), sum(|m| m.loss.whole));
     let experts: Vec<usize> =
@@ -280,6 +291,11 @@ fn told(name: &str, modules: &[Module], elapsed: f64) -> String {
     let pooled: Vec<&str> = pooled.collect();
     if !pooled.is_empty() {
         text += &format!(", without tokens of their own: {}", pooled.join(" "));
+    }
+    let spent = Work::ALL.iter().zip(spent).filter(|(_, s)| *s >= 0.1);
+    let spent: Vec<String> = spent.map(|(work, s)| format!("{} {s:.1} s", work.name())).collect();
+    if !spent.is_empty() {
+        text += &format!(", here {}", spent.join(", "));
     }
     let damped = modules.iter().filter(|m| m.damping > 0.011).count();
     if damped > 0 {

@@ -20,6 +20,7 @@ mod memory;
 pub mod module;
 mod pages;
 mod plain;
+mod rotations;
 pub mod routing;
 mod sampling;
 pub mod slots;
@@ -38,7 +39,6 @@ use super::{Batch, EngineError, Event, Segment};
 use crate::artifact::weights::Weights;
 use crate::ids::{SeqId, TensorId};
 use crate::model::plan::{self, Plan, Slot, Step};
-use crate::model::rope;
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
 use crate::tiers::{self, Policy, VramPlan};
@@ -52,6 +52,7 @@ use memory::{Buffer, aligned};
 use module::{Module, program};
 use pages::PageTable;
 use plain::Plain;
+use rotations::Rotations;
 use routing::Routing;
 use slots::Tiers;
 use std::cell::OnceCell;
@@ -146,6 +147,7 @@ pub struct Engine {
     caches: Vec<Cache>,
     cache_kind: Kind,
     pages: PageTable,
+    rotations: Rotations,
     work: Workspace,
     batch: BatchBuffers,
     decode: Decode,
@@ -311,6 +313,7 @@ impl Engine {
             caches,
             cache_kind: options.cache,
             pages: PageTable::new(num_pages),
+            rotations: Rotations::default(),
             work,
             batch,
             decode,
@@ -348,6 +351,7 @@ impl Engine {
             caches: caches.collect::<Result<_, _>>()?,
             cache_kind: Kind::F32,
             pages: PageTable::new(num_pages),
+            rotations: Rotations::default(),
             work,
             batch: BatchBuffers::new(device)?,
             decode: Decode::new(device, num_pages, spec.rope.dim / 2)?,
@@ -521,21 +525,19 @@ impl Engine {
         let half = self.spec.rope.dim / 2;
         let (mut positions, mut owners) = (Vec::with_capacity(num_tok), Vec::with_capacity(num_tok));
         let mut table = vec![0u32; stride * batch.segments.len()];
-        let (mut cos, mut sin) = (vec![0.0f32; num_tok * half], vec![0.0f32; num_tok * half]);
+        let (mut cos, mut sin) = (Vec::with_capacity(num_tok * half), Vec::with_capacity(num_tok * half));
         for (i, s) in batch.segments.iter().enumerate() {
             let pages = self.pages.pages(s.seq);
             table[i * stride..i * stride + pages.len()].copy_from_slice(pages);
-            let (freqs, attention) = rope::frequencies(&self.spec.rope, s.context.max(s.start + s.len));
-            for t in 0..s.len {
-                let at = positions.len() * half..(positions.len() + 1) * half;
-                rope::angles(&mut cos[at.clone()], &mut sin[at], &freqs, attention, s.start + t);
-                positions.push((s.start + t) as u32);
-                owners.push(i as u32);
-            }
+            let end = s.start + s.len;
+            let [cosines, sines] = self.rotations.rows(&self.spec.rope, s.context.max(end), s.start..end);
+            cos.extend_from_slice(cosines);
+            sin.extend_from_slice(sines);
+            positions.extend(s.start as u32..end as u32);
+            owners.extend(std::iter::repeat_n(i as u32, s.len));
         }
         let rows: Vec<u32> = rows.iter().map(|&r| r as u32).collect();
-        let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
-        let parts: [&[u32]; BatchPart::COUNT] = [&batch.tokens, &positions, &owners, &rows, &table, &bits(&cos), &bits(&sin)];
+        let parts: [&[u32]; BatchPart::COUNT] = [&batch.tokens, &positions, &owners, &rows, &table, &cos, &sin];
         let mut all: Vec<u32> = Vec::new();
         for (at, part) in self.batch.at.iter_mut().zip(parts) {
             *at = 4 * all.len();

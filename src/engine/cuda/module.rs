@@ -414,13 +414,13 @@ pub(super) mod tests {
     pub fn parameters(source: &str, kernel: &str) -> Vec<String> {
         let start = source.find(&format!("void {kernel}(")).unwrap_or_else(|| panic!("`{kernel}` is not in the source"));
         let list = source[start..].split_once('(').unwrap().1.split_once(')').unwrap().0;
-        let spelt = |p: &str| match p.trim() {
-            p if p.contains('*') => "u64",
-            p if p.starts_with("int ") => "i32",
-            p if p.starts_with("float ") => "f32",
-            p => p.split(' ').next().unwrap(),
+        let spelt = |p: &str| match p {
+            p if p.contains('*') => "u64".to_string(),
+            p if p.starts_with("int ") => "i32".to_string(),
+            p if p.starts_with("float ") => "f32".to_string(),
+            p => p.split(' ').take(1).collect(),
         };
-        list.split(',').map(|p| spelt(p).to_string()).collect()
+        list.split(',').map(|p| spelt(p.trim())).collect()
     }
 
     /// Fails if any part of what is compiled is left out of the name.

@@ -75,7 +75,7 @@ mod tests {
     /// Every tile on or below the diagonal has a block, and no other.
     #[test]
     fn a_triangle_is_covered_once() {
-        for cols in [1, 128, 129, 768, 2048] {
+        for cols in [1usize, 128, 129, 768, 2048] {
             let n = cols.div_ceil(TILE);
             let place = |mut x: usize| {
                 let mut y = 0;

@@ -10,7 +10,7 @@ use super::super::tiles;
 use super::kernels::{Form, Prepared, Tile};
 use super::{Solver, Sums};
 use crate::artifact::weights::{Data, Weight, Weights};
-use crate::engine::solver::{Chosen, Job, SolverError};
+use crate::engine::solver::{Chosen, Job, SolverError, Work};
 use crate::ids::TensorId;
 use crate::quant::format::OwnedPacked;
 use crate::quant::gptq::{Basis, DAMPING, FeedbackError, Loss, MOST_DAMPING, REFITS, STRETCH, SWEEPS};
@@ -107,8 +107,8 @@ impl Solver {
         }
         let Some((_, first)) = run.first().filter(|_| rows > 0) else { return Ok(()) };
         let cols = first.sums.cols;
-        let factors = self.factors(&run)?;
-        let src = self.bring(&placed, rows, cols)?;
+        let factors = self.timed(Work::Factors, |s| s.factors(&run))?;
+        let src = self.timed(Work::Weights, |s| s.bring(&placed, rows, cols))?;
         let mut chosen: Vec<Chosen> =
             placed.iter().map(|p| Chosen { id: p.id, codes: Vec::new(), damping: factors.dampings[p.job] }).collect();
         // Matrices of one way of storing at a time; most often all.
@@ -122,7 +122,7 @@ impl Solver {
             while let Some(how) = left.first().and_then(|&i| way(&placed[i])) {
                 let (now, later): (Vec<usize>, Vec<usize>) = left.iter().partition(|&&i| way(&placed[i]) == Some(how));
                 let some: Vec<&Placed<'_>> = now.iter().map(|&i| &placed[i]).collect();
-                let results = self.search(&some, rows, cols, &src, &factors, &how)?;
+                let results = self.timed(Work::Codes, |s| s.search(&some, rows, cols, &src, &factors, &how))?;
                 for (i, result) in now.into_iter().zip(results) {
                     chosen[i].codes.push(result);
                 }

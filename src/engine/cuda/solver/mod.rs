@@ -6,12 +6,12 @@ mod codes;
 mod kernels;
 
 use super::device::{CudaError, Device};
-use super::memory::Buffer;
+use super::memory::{Buffer, Event};
 use super::module::{Module, program};
 use super::tiled::Tiled;
 use super::{Engine, LoadError, Workspace, tiles};
 use crate::artifact::weights::Weights;
-use crate::engine::solver::{Chosen, ExpertWork, Job, Solver as Place, SolverError};
+use crate::engine::solver::{Chosen, ExpertWork, Job, Solver as Place, SolverError, Spent, Work};
 use crate::engine::{Batch, EngineError};
 use crate::ids::TensorId;
 use crate::model::plan::{self, Plan, Slot};
@@ -51,8 +51,12 @@ pub struct Solver {
     engine: Engine,
     kernels: Kernels,
     hidden: Buffer,
+    /// Addresses of sums, and whose they are.
+    scratch: Buffer,
     budget_bytes: u64,
     num_tok: usize,
+    /// Work whose time the device takes.
+    spans: Vec<(Work, Event, Event)>,
 }
 
 /// Bytes of second moments that may be on the first GPU together, of a budget or of all that is free.
@@ -82,7 +86,18 @@ impl Solver {
         let kernels = Kernels::load(&Module::load(&device, program("solve.cu"))?)?;
         let engine = Engine::in_parts(&device, Arc::clone(weights), tok, seqs)?;
         let hidden = Buffer::new(&device, hidden as usize)?;
-        Ok(Self { device, engine, kernels, hidden, budget_bytes: budget_bytes - needed, num_tok: 0 })
+        let scratch = Buffer::new(&device, 12 * Tiled::experts(spec).max(1))?;
+        Ok(Self { device, engine, kernels, hidden, scratch, budget_bytes: budget_bytes - needed, num_tok: 0, spans: Vec::new() })
+    }
+
+    /// Has the device take the time from before some work until it is done.
+    fn timed<T, E: From<CudaError>>(&mut self, work: Work, run: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T, E> {
+        let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
+        start.record(self.device.stream())?;
+        let result = run(self)?;
+        end.record(self.device.stream())?;
+        self.spans.push((work, start, end));
+        Ok(result)
     }
 
     /// Bytes of the budget that are still to be had.
@@ -105,14 +120,16 @@ impl Solver {
     /// Adds rows of `cols`; see `tiles_moments`.
     fn add_rows(&self, sums: &[&mut Sums], rows: &Rows) -> Result<(), CudaError> {
         let Some(first) = sums.first() else { return Ok(()) };
+        // Uploads follow the kernels before them, so that one place serves all calls.
         let addresses: Vec<u64> = sums.iter().map(|s| s.at()).collect();
-        let addresses = Buffer::from_slice(&self.device, &addresses)?;
-        let experts = Buffer::from_slice(&self.device, &rows.experts)?;
+        self.device.upload(&self.scratch, 0, &addresses)?;
+        self.device.upload(&self.scratch, 8 * addresses.len(), &rows.experts)?;
+        let experts = self.scratch.at(8 * addresses.len());
         let (cols, tiled) = (first.cols, self.engine.tiled.as_ref());
         let Some(Tiled { kernels, lists, counts, .. }) = tiled else { return Ok(()) };
-        let (of, n) = (addresses.at(0), sums.len());
+        let (of, n) = (self.scratch.at(0), sums.len());
         let listed = |at: u64| if rows.experts.is_empty() { 0 } else { at };
-        let (lists, counts, experts) = (listed(lists.at(0)), listed(counts.at(0)), listed(experts.at(0)));
+        let (lists, counts, experts) = (listed(lists.at(0)), listed(counts.at(0)), listed(experts));
         let (src, stride, divide, gates, cap) = (rows.src, rows.stride, rows.divide, rows.gates, self.num_tok as i32);
         if first.full {
             let grid = tiles::triangle(cols, n);
@@ -143,7 +160,7 @@ impl Place for Solver {
     }
 
     fn attach(&mut self, weights: Arc<Weights>, ids: &[TensorId]) -> Result<(), SolverError> {
-        Ok(self.engine.attach(weights, ids)?)
+        self.timed(Work::Weights, |s| Ok(s.engine.attach(weights, ids)?))
     }
 
     fn begin(&mut self, batch: &Batch) -> Result<(), SolverError> {
@@ -164,7 +181,7 @@ impl Place for Solver {
     }
 
     fn run(&mut self, steps: Range<usize>, _batch: &Batch) -> Result<(), SolverError> {
-        Ok(self.engine.run(steps, None)?)
+        self.timed(Work::Passes, |s| Ok(s.engine.run(steps, None)?))
     }
 
     fn end(&mut self, batch: &Batch) {
@@ -204,7 +221,7 @@ impl Place for Solver {
     fn add(&mut self, sums: &mut Sums, slot: Slot) -> Result<(), SolverError> {
         sums.tokens += self.num_tok;
         let rows = Rows { src: self.engine.at(slot), stride: self.engine.row(slot), divide: 1, gates: 0, experts: Vec::new() };
-        Ok(self.add_rows(&[sums], &rows)?)
+        self.timed(Work::Moments, |s| Ok(s.add_rows(&[sums], &rows)?))
     }
 
     fn add_experts(&mut self, work: &ExpertWork, sums: &mut [&mut Sums]) -> Result<(), SolverError> {
@@ -227,14 +244,16 @@ impl Place for Solver {
         let experts: Vec<u32> = work.experts.iter().map(|e| e.0).collect();
         let width = work.width as i32;
         if !work.pooled {
-            self.engine.list_pairs(work.layer, tok, totals.at(0))?;
             let gates = self.engine.work.gates.at(0);
             let rows = Rows { src, stride, divide: top_k as i32, gates, experts: experts.clone() };
-            self.add_rows(&inputs, &rows)?;
+            self.timed(Work::Moments, |s| {
+                s.engine.list_pairs(work.layer, tok, totals.at(0))?;
+                s.add_rows(&inputs, &rows)
+            })?;
             if work.inner {
-                self.engine.expert_inner(work.src, work.layer, work.width, tok, top_k, tok * top_k)?;
-                let src = self.engine.work.inner.at(0);
-                self.add_rows(&inner, &Rows { src, stride: width, divide: 1, gates, experts })?;
+                self.timed(Work::Passes, |s| s.engine.expert_inner(work.src, work.layer, work.width, tok, top_k, tok * top_k))?;
+                let rows = Rows { src: self.engine.work.inner.at(0), stride: width, divide: 1, gates, experts };
+                self.timed(Work::Moments, |s| s.add_rows(&inner, &rows))?;
             }
             return Ok(());
         }
@@ -259,6 +278,15 @@ impl Place for Solver {
 
     fn choose(&mut self, weights: &Weights, jobs: Vec<Job<Sums>>) -> Result<Vec<Vec<Chosen>>, SolverError> {
         self.choose_all(weights, jobs)
+    }
+
+    fn spent(&mut self) -> Result<Spent, SolverError> {
+        let mut spent = Spent::default();
+        for (work, start, end) in self.spans.drain(..) {
+            end.wait()?;
+            spent[work as usize] += f64::from(end.ms_since(&start)?) / 1e3;
+        }
+        Ok(spent)
     }
 }
 
