@@ -2,7 +2,7 @@
 
 use super::launch;
 use super::plain::{Pages, Router};
-use super::{CudaError, Engine, View};
+use super::{CudaError, Engine, View, tiles};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::{NormKind, Pairing, RouterSpec, Score, Select};
@@ -81,9 +81,17 @@ impl Engine {
             Step::Route { src, w, router, .. } => {
                 let (w, none) = (self.store.matrix(*w), self.store.optional(None));
                 let (logits, experts, gates) = (self.work.router_logits.at(0), self.work.experts.at(0), self.work.gates.at(0));
-                let grid = launch::rows(router.experts, num_tok);
-                let (num_experts, from) = (router.experts as i32, self.at(*src));
-                k.plain_linear(grid, logits, num_experts, from, self.row(*src), 0, w, none, 1.0, num_tok as i32)?;
+                let (num_experts, from, tok) = (router.experts as i32, self.at(*src), num_tok as i32);
+                match &self.tiled {
+                    Some(tiled) => {
+                        let grid = tiles::tiles(router.experts, num_tok, 1);
+                        tiled.kernels.tiles_linear(grid, logits, num_experts, from, self.row(*src), 0, w, none, 1.0, tok)?;
+                    }
+                    None => {
+                        let grid = launch::rows(router.experts, num_tok);
+                        k.plain_linear(grid, logits, num_experts, from, self.row(*src), 0, w, none, 1.0, tok)?;
+                    }
+                }
                 let rule = rule(router);
                 let grid = launch::route(router.experts, rule.groups as usize, router.top_k, num_tok);
                 k.plain_route(grid, experts, gates, logits, rule)?;

@@ -22,7 +22,7 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Bytes of one staging buffer; large enough that a copy is not all overhead.
+/// Bytes of one staging buffer at most; large enough that a copy is not all overhead.
 const STAGING_BYTES: usize = 32 << 20;
 /// Buffers in turn: one is filled while others travel.
 const STAGING_BUFFERS: usize = 3;
@@ -234,6 +234,11 @@ impl Layout {
         layers.collect()
     }
 
+    /// Bytes of all tensors.
+    fn bytes(&self) -> usize {
+        self.dense_bytes + self.experts.values().map(|runs| runs.num * runs.run_bytes).sum::<usize>()
+    }
+
     /// Bytes that one tensor takes.
     pub fn stored_bytes(&self, id: TensorId) -> u64 {
         self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.scale_bytes()) as u64)
@@ -299,7 +304,7 @@ impl Store {
         on: &mut dyn FnMut(u64),
     ) -> Result<Self, LoadError> {
         let mut store = Self::empty(device, layout, residency)?;
-        let mut stager = Stager::new(device)?;
+        let mut stager = Stager::new(device, store.layout.bytes())?;
         for id in store.layout.order.clone() {
             let (Some(weight), Some(place)) = (weights.get(id), store.layout.places.get(&id).copied()) else { continue };
             match &weight.data {
@@ -482,30 +487,34 @@ impl Store {
 pub(super) struct Stager<'a> {
     device: &'a Arc<Device>,
     buffers: Vec<(Pinned, Event)>,
+    /// Bytes of a buffer.
+    each: usize,
     turn: usize,
     filled: usize,
 }
 
 impl<'a> Stager<'a> {
-    pub fn new(device: &'a Arc<Device>) -> Result<Self, CudaError> {
-        let buffers = (0..STAGING_BUFFERS).map(|_| Ok((Pinned::new(device, STAGING_BYTES)?, Event::new(device)?)));
-        Ok(Self { device, buffers: buffers.collect::<Result<_, CudaError>>()?, turn: 0, filled: 0 })
+    /// For so many bytes.
+    pub fn new(device: &'a Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        let each = bytes.div_ceil(STAGING_BUFFERS).clamp(1, STAGING_BYTES).next_multiple_of(16);
+        let buffers = (0..STAGING_BUFFERS).map(|_| Ok((Pinned::new(device, each)?, Event::new(device)?)));
+        Ok(Self { device, buffers: buffers.collect::<Result<_, CudaError>>()?, each, turn: 0, filled: 0 })
     }
 
     pub fn push(&mut self, target: &Buffer, mut at: usize, mut src: &[u8]) -> Result<(), CudaError> {
         assert!(at + src.len() <= target.bytes());
         while !src.is_empty() {
-            if self.filled == STAGING_BYTES {
+            if self.filled == self.each {
                 self.rotate()?;
             }
-            let n = src.len().min(STAGING_BYTES - self.filled);
+            let n = src.len().min(self.each - self.filled);
             let (now, rest) = src.split_at(n);
             let staged = &mut self.buffers[self.turn].0.as_mut()[self.filled..self.filled + n];
             staged.par_chunks_mut(COPY_BYTES).zip(now.par_chunks(COPY_BYTES)).for_each(|(to, from)| to.copy_from_slice(from));
             self.device.current()?;
             // SAFETY: the range of the target was checked above; the staged bytes are not touched before their event is over.
             unsafe { result::memcpy_htod_async(target.at(at), staged, self.device.copy_stream()) }.during("copy weights")?;
-            self.filled = (self.filled + n).next_multiple_of(16).min(STAGING_BYTES);
+            self.filled = (self.filled + n).next_multiple_of(16).min(self.each);
             at += n;
             src = rest;
         }

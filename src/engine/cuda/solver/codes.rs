@@ -146,7 +146,7 @@ impl Solver {
         let src = Buffer::new(&self.device, 4 * rows * cols)?;
         let bytes: usize = placed.iter().filter_map(stored).map(|(_, bytes)| aligned(bytes.len())).sum();
         let raw = Buffer::new(&self.device, bytes)?;
-        let mut stager = Stager::new(&self.device)?;
+        let mut stager = Stager::new(&self.device, bytes)?;
         let mut at = 0;
         let mut decoded = Vec::new();
         for p in placed {
