@@ -46,6 +46,9 @@ struct Factors {
     _memory: [Buffer; 2],
 }
 
+/// A job with its place among those that were given.
+type Numbered = (usize, Job<Sums>);
+
 /// A matrix of a run.
 struct Placed<'a> {
     job: usize,
@@ -65,7 +68,7 @@ impl Solver {
     /// Jobs of one width at a time, as many as fit.
     pub(super) fn choose_all(&mut self, weights: &Weights, jobs: Vec<Job<Sums>>) -> Result<Vec<Vec<Chosen>>, SolverError> {
         let mut found: Vec<Vec<Chosen>> = jobs.iter().map(|_| Vec::new()).collect();
-        let mut widths: BTreeMap<(usize, bool), Vec<(usize, Job<Sums>)>> = BTreeMap::new();
+        let mut widths: BTreeMap<(usize, bool), Vec<Numbered>> = BTreeMap::new();
         for (i, job) in jobs.into_iter().enumerate() {
             widths.entry((job.sums.cols, job.sums.full)).or_default().push((i, job));
         }
@@ -74,7 +77,7 @@ impl Solver {
                 let rows = |id: &TensorId| weights.get(*id).map_or(0, |w| w.rows);
                 job_bytes(cols, full, job.matrices.iter().map(|(id, _)| rows(id)).sum())
             };
-            let mut run: Vec<(usize, Job<Sums>)> = Vec::new();
+            let mut run: Vec<Numbered> = Vec::new();
             let mut taken = EQUATION_BYTES as u64;
             let room = self.room()?;
             for (i, job) in jobs {
@@ -90,12 +93,7 @@ impl Solver {
         Ok(found)
     }
 
-    fn choose_run(
-        &mut self,
-        weights: &Weights,
-        run: Vec<(usize, Job<Sums>)>,
-        found: &mut [Vec<Chosen>],
-    ) -> Result<(), SolverError> {
+    fn choose_run(&mut self, weights: &Weights, run: Vec<Numbered>, found: &mut [Vec<Chosen>]) -> Result<(), SolverError> {
         let mut placed = Vec::new();
         let mut rows = 0;
         for (j, (_, job)) in run.iter().enumerate() {
@@ -176,7 +174,7 @@ impl Solver {
     }
 
     /// Shrinks, damps and factorises the moments of some jobs of one width.
-    fn factors(&self, run: &[(usize, Job<Sums>)]) -> Result<Factors, SolverError> {
+    fn factors(&self, run: &[Numbered]) -> Result<Factors, SolverError> {
         let (device, n) = (&self.device, run.len());
         let (cols, full) = run.first().map_or((0, false), |(_, job)| (job.sums.cols, job.sums.full));
         let side = cols.next_multiple_of(SIDE);
@@ -629,7 +627,11 @@ impl<'a> Search<'a> {
         let found = placed.iter().find(|p| (p.first_row..p.first_row + p.weight.rows).contains(&row));
         Ok(found.map(|p| {
             let row = row - p.first_row;
-            let error = if bad[0] % 2 == 0 { RoundError::NonFinite { row, col } } else { RoundError::ScaleOverflow { row, col } };
+            let error = if bad[0].is_multiple_of(2) {
+                RoundError::NonFinite { row, col }
+            } else {
+                RoundError::ScaleOverflow { row, col }
+            };
             (*p, error.into())
         }))
     }
