@@ -21,34 +21,10 @@
 //     + (staged ? columns groups (block + 4) + 256 : WK DA columns (block + 4)); DA is one less for w16 but in _n32
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 4 R K T on integer tensor cores (6.2 cycles a product
 // and scheduler on sm_90, measured). Source: src/engine/cpu/linear.rs, experts.rs.
+#include "common/linear.cuh"
 #include "common/planes.cuh"
 #include "common/routing.cuh"
 
-struct LinearMatrix {
-  const void* packed;
-  const bf16* scale;
-  const float* bias;  // or null
-  const float* add;   // or null
-  float* out;
-  int rows;
-  int out_stride;     // elements
-  float out_scale;
-  int pad;
-};
-struct LinearArgs {
-  const float* x;      // staged
-  const float* up;     // staged: silu(x) * up, or null
-  const float* gain;   // staged: [K]
-  const char* x_q;     // [T][groups][block], else
-  const float* x_scale;
-  LinearMatrix m[3];
-  int num_matrices;
-  int T, K;
-  int x_stride;        // elements
-  int norm;            // staged: 0 none, 1 RMS
-  float eps;
-  int columns;         // tokens at a time: staged T, else a multiple of 4
-};
 // What a warp reads of one item: the rows g, g + 8 of MT sixteen-row tiles.
 template <int MT>
 struct RowSource {
@@ -209,7 +185,6 @@ DEV void stage_rows(char* q_sh, float* scale_sh, float* square_sh, const LinearA
 }
 
 // -------------------------------------------------------------------------------------------------------------------- walk
-DEV void copy_async_4(void* dst_sh, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst_sh)), "l"(src) : "memory"); }
 
 template <int BITS, int G, int MT, int NT, int WM, int WK, int DA, bool STAGED, class Job, class Args>
 DEV void walk(const Args& args, const LinearArgs* staged) {

@@ -53,7 +53,7 @@ fn every_kernel_compiles_for_every_target_without_spills() {
         return;
     }
     let all: Vec<_> =
-        PROGRAMS.par_iter().flat_map(|program| ARCHES.par_iter().flat_map_iter(|arch| check(program, arch))).collect();
+        PROGRAMS.par_iter().flat_map(|p| ARCHES.par_iter().filter(|a| p.is_for(a)).flat_map_iter(|arch| check(p, arch))).collect();
     assert!(all.is_empty(), "spills: {all:?}");
 }
 

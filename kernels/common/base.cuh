@@ -50,9 +50,10 @@ DEV int load_s32_l2(const int* p) {
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV void copy_async_16(void* dst_sh, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst_sh)), "l"(src) : "memory");
-}
+DEV void copy_async_16(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+DEV void copy_async_16(void* dst_sh, const void* src) { copy_async_16(shared_address(dst_sh), src); }
+DEV void copy_async_4(u32 dst, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
+DEV void copy_async_4(void* dst_sh, const void* src) { copy_async_4(shared_address(dst_sh), src); }
 DEV void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEV void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -157,9 +157,14 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// Name of the target that NVRTC compiles for.
+    /// Name of the target that NVRTC compiles for; Hopper's own instructions have one of their own.
     pub fn arch(&self) -> String {
-        format!("sm_{}", self.sm)
+        format!("sm_{}{}", self.sm, if self.has_warpgroups() { "a" } else { "" })
+    }
+
+    /// Whether warpgroups multiply from shared memory.
+    fn has_warpgroups(&self) -> bool {
+        self.sm == 90
     }
 
     /// What launch geometry needs to know.
@@ -168,6 +173,7 @@ impl Properties {
             num_sm: self.num_sm as usize,
             block_shared_bytes: (self.block_shared_bytes as usize).saturating_sub(STATIC_SHARED_BYTES),
             sm_shared_bytes: self.sm_shared_bytes as usize,
+            warpgroups: self.has_warpgroups(),
         }
     }
 

@@ -148,7 +148,8 @@ impl Engine {
         let outputs = self.work.pair_outputs.at(0);
         let both = |slots: u64, num_slots: u64| -> Result<(), EngineError> {
             gate_up(slots, num_slots)?;
-            self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
+            let made_by = launch::planes_name(d.bits, second.variant == launch::WIDE);
+            self.planes(&made_by, planes, Source::Floats(h, inner), f, num_tok * top_k)?;
             let args = ExpertsArgs {
                 out: outputs,
                 x_q: planes.codes.at(0),
@@ -235,8 +236,8 @@ impl Engine {
                 scale: rule.scale,
             },
         };
-        if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
-            self.planes(planes, Source::Normed(lead, x), width, bits, num_tok)?;
+        let (many, wide) = (launch::routes_rows(num_tok) && w.kind == Kind::Bf16, launch::wide_experts(num_tok, limits));
+        if many {
             let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
             self.products(Source::Normed(lead, x), &[logits], num_tok)?;
         } else {
@@ -244,6 +245,9 @@ impl Engine {
             let Some(launch) = launch::router_logits(experts, width, num_tok, half, limits) else { return Ok(DirectRoute::ZERO) };
             let args = RouterArgs { ahead: launch.ahead as i32, ..args };
             self.fast.launch(launch.name, launch.grid, &args)?;
+        }
+        if many || wide {
+            self.planes(&launch::planes_name(bits, wide), planes, Source::Normed(lead, x), width, num_tok)?;
         }
         let plain_top = matches!(router.select, Select::Top);
         let listed = self.store.tiers().is_some() || self.scripts.contains_key(&layer);

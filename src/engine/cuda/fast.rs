@@ -35,7 +35,7 @@ macro_rules! structs {
 
 structs! {
     /// One product of a launch.
-    LinearMatrix in "linear.cu" {
+    LinearMatrix in "common/linear.cuh" {
         packed: u64,
         scale: u64,
         bias: u64,
@@ -47,7 +47,7 @@ structs! {
         pad: i32,
     }
     /// Up to three products of one input.
-    LinearArgs in "linear.cu" {
+    LinearArgs in "common/linear.cuh" {
         x: u64,
         up: u64,
         gain: u64,
@@ -402,10 +402,10 @@ impl Fast {
     /// Loads the kernels for weights of some forms, as kernel names spell them.
     pub fn load(device: &Arc<Device>, forms: &[&str]) -> Result<Self, CudaError> {
         let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
-        let wanted = |p: &&Source| p.name != "plain.cu" && p.form.is_none_or(|f| forms.contains(&f));
+        let arch = device.properties().arch();
+        let wanted = |p: &&Source| p.name != "plain.cu" && p.is_for(&arch) && p.form.is_none_or(|f| forms.contains(&f));
         let programs: Vec<&Source> = PROGRAMS.iter().filter(wanted).collect();
         // The first start on a machine compiles; each program keeps one core busy for seconds.
-        let arch = device.properties().arch();
         programs.par_iter().try_for_each(|program| cached(program, &arch).map(drop))?;
         let mut functions = HashMap::new();
         for program in programs {
@@ -441,6 +441,7 @@ fn names(program: &Source) -> Vec<String> {
         "linear.cu" => {
             of_form(&["linear_X_s4", "linear_X_h4", "linear_X_n32", "linear_X_n64", "moe_gate_up_X_n64", "moe_down_pairs_X_n64"])
         }
+        "wide.cu" => of_form(&["linear_X_wg", "moe_gate_up_X_wg", "moe_down_pairs_X_wg"]),
         "moe.cu" => of_form(&["moe_gate_up_X_s4", "moe_down_pairs_X_s4", "moe_down_X"]),
         "router.cu" => ["router_logits_t1", "router_logits", "router_rows", "router_rows_t4"].map(String::from).to_vec(),
         "attention.cu" => {
@@ -453,7 +454,8 @@ fn names(program: &Source) -> Vec<String> {
             launch::LATENT_RANKS.into_iter().flat_map(each).collect()
         }
         "rows.cu" => {
-            ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
+            let planes = [4, 8, 16].into_iter().flat_map(|bits| ["w", "k"].map(|order| format!("planes_{order}{bits}")));
+            planes.chain(["moe_combine", "add_gated", "argmax_rows"].map(String::from)).collect()
         }
         "tiers.cu" => ["tiers_fetch", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),

@@ -58,9 +58,9 @@ use std::sync::Arc;
 use workspace::Workspace;
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
-pub const PLANNED_TOK: usize = 512;
+pub const PLANNED_TOK: usize = 1024;
 /// Tokens that pass through the experts at a time.
-const EXPERTS_TOK: usize = 512;
+const EXPERTS_TOK: usize = 1024;
 /// Tokens that the caches of all sequences hold before further experts get memory.
 const CACHE_TOK: usize = 4096;
 /// Largest value and latent widths of the plain attention kernels.
