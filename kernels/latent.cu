@@ -3,7 +3,7 @@
 //
 //   q'[h] = (q_nope[h] U_k[h], rope(q_rope[h])),  o'[h] = sum_s softmax_s(scale * q'[h] . c[s]) c[s, ..Rkv],  o[h, i] = U_v[h, i] . o'[h]
 //
-// latent_query_r{Rkv}: grid (Rkv / 64, H, ceil(T / 8)), 256 threads: q' in bf16; also norm and rotation of the new row, and its append
+// latent_query_r{Rkv}: grid (Rkv / 64, H, ceil(T / 8)), 256 threads: q' in bf16 and what that leaves of it; also norm and rotation of the new row, and its append
 // latent_attention_r{Rkv}: grid (max_splits, ceil(H / 16), T), 256 threads, shared latent_shared(Rkv + Dr): o', not yet divided, of each
 //   split with its peak and mass
 // latent_value_r{Rkv}: grid (ceil(Dv / rows), H, ceil(T / 4)), 256 threads: merges the splits of its head and multiplies with U_v
@@ -31,7 +31,7 @@ struct LatentMatrix {
 };
 
 struct LatentQueryArgs {
-  bf16* query;        // [T, H, Rkv + Dr]
+  bf16* query;        // [q', what is left of it][T, H, Rkv + Dr]
   const float* q;
   const float* latent;
   bf16* pages;
@@ -151,8 +151,9 @@ DEV void latent_query(const LatentQueryArgs& a) {
       int p, q;
       const float* row = a.q + (size_t)(t0 + t) * a.q_stride + h * (a.nope + a.rope) + a.nope;
       const float2 r = rotated(row, e, a.rope / 2, a.interleaved, a.cosines, a.sines, a.positions[t0 + t], &p, &q);
-      bf16* to = a.query + ((size_t)(t0 + t) * a.H + h) * width + RANK;
-      to[p] = to_bf16(r.x), to[q] = to_bf16(r.y);
+      bf16 *to = a.query + ((size_t)(t0 + t) * a.H + h) * width + RANK, *rest = to + (size_t)a.T * a.H * width;
+      const u32 pair = bf16_pair(r.x, r.y), left = bf16_rest(r.x, r.y, pair);
+      to[p] = (bf16)pair, to[q] = (bf16)(pair >> 16), rest[p] = (bf16)left, rest[q] = (bf16)(left >> 16);
     }
   __syncthreads();
 #pragma unroll 1
@@ -181,7 +182,9 @@ DEV void latent_query(const LatentQueryArgs& a) {
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int s = 0; s < 8; s++) sum.x += sums_sh[s][t][c], sum.y += sums_sh[s][t][c + 1];
-    *(u32*)(a.query + ((size_t)(t0 + t) * a.H + h) * width + blockIdx.x * 64 + c) = bf16_pair(sum.x, sum.y);
+    bf16* to = a.query + ((size_t)(t0 + t) * a.H + h) * width + blockIdx.x * 64 + c;
+    const u32 pair = bf16_pair(sum.x, sum.y);
+    *(u32*)to = pair, *(u32*)(to + (size_t)a.T * a.H * width) = bf16_rest(sum.x, sum.y, pair);
   }
 }
 
@@ -196,7 +199,8 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
   const int seq = blockIdx.z, h0 = blockIdx.y * 16, split = blockIdx.x, half = warp & 1, quarter = warp >> 1;
   bf16* tile_sh = (bf16*)latent_sh;                  // [2][TILE][ROW]; the queries first take the second
   float* s_sh = (float*)(tile_sh + 2 * TILE * ROW);  // [4][16][S_ROW], scores of each quarter
-  bf16* p_sh = (bf16*)(s_sh + 4 * 16 * S_ROW);       // [16][P_ROW]
+  bf16* p_sh = (bf16*)(s_sh + 4 * 16 * S_ROW);       // [p, what is left of it][16][P_ROW]
+  bf16* rest_sh = p_sh + 2 * 16 * P_ROW;             // [16][ROW], what is left of the queries
 
   const int position = a.positions[seq], tiles = position / TILE + 1, splits = latent_splits(position, a.max_splits);
   if (split >= splits) {
@@ -223,7 +227,10 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
   bf16* q_sh = tile_sh + TILE * ROW;
   for (int i = threadIdx.x; i < 16 * CHUNKS; i += 256) {
     const int r = i / CHUNKS, col = i % CHUNKS * 8;
-    *(uint4*)(q_sh + r * ROW + col) = h0 + r < a.H ? load_v4(a.query + ((size_t)seq * a.H + h0 + r) * WIDTH + col) : make_uint4(0, 0, 0, 0);
+    const bf16* from = a.query + ((size_t)seq * a.H + h0 + r) * WIDTH + col;
+    const bool is = h0 + r < a.H;
+    *(uint4*)(q_sh + r * ROW + col) = is ? load_v4(from) : make_uint4(0, 0, 0, 0);
+    *(uint4*)(rest_sh + r * ROW + col) = is ? load_v4(from + (size_t)gridDim.z * a.H * WIDTH) : make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
   u32 q[STEPS][4];
@@ -243,10 +250,11 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
     float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
-      u32 b[4];
+      u32 b[4], rest[4];
+      ldmatrix_x4(rest, rest_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
       ldmatrix_x4(b, rows + (half * 16 + (lane & 7) + (lane >> 4) * 8) * ROW + (quarter * STEPS + j) * 16 + (lane >> 3 & 1) * 8);
-      mma_bf16(s[0], q[j], b[0], b[1]);
-      mma_bf16(s[1], q[j], b[2], b[3]);
+      mma_bf16(s[0], q[j], b[0], b[1]), mma_bf16(s[1], q[j], b[2], b[3]);
+      mma_bf16(s[0], rest, b[0], b[1]), mma_bf16(s[1], rest, b[2], b[3]);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -263,7 +271,8 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
       x = tile * TILE + lane <= position ? x * to_exp2 : -INFINITY_F;
       const float now = fmaxf(top[i], warp_max(x)), keep = exp2_fast(top[i] - now), e = exp2_fast(x - now);
       top[i] = now, sum[i] = sum[i] * keep + e;
-      p_sh[h * P_ROW + lane] = to_bf16(e);
+      const bf16 p = to_bf16(e);
+      p_sh[h * P_ROW + lane] = p, p_sh[(16 + h) * P_ROW + lane] = to_bf16(e - to_f32(p));
       if (lane == 0) keep_sh[h] = keep;
     }
     __syncthreads();
@@ -272,14 +281,15 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
     for (int n = 0; n < TILES; n++) o[n][0] *= keep_lo, o[n][1] *= keep_lo, o[n][2] *= keep_hi, o[n][3] *= keep_hi;
 #pragma unroll
     for (int k = 0; k < TILE / 16; k++) {
-      u32 p[4];
+      u32 p[4], rest[4];
       ldmatrix_x4(p, p_sh + (lane & 15) * P_ROW + k * 16 + (lane >> 4) * 8);
+      ldmatrix_x4(rest, p_sh + (16 + (lane & 15)) * P_ROW + k * 16 + (lane >> 4) * 8);
 #pragma unroll
       for (int n = 0; n < TILES; n += 2) {
         u32 b[4];
         ldmatrix_x4_trans(b, rows + (k * 16 + (lane & 15)) * ROW + warp * (RANK / 8) + n * 8 + (lane >> 4) * 8);
-        mma_bf16(o[n], p, b[0], b[1]);
-        mma_bf16(o[n + 1], p, b[2], b[3]);
+        mma_bf16(o[n], p, b[0], b[1]), mma_bf16(o[n + 1], p, b[2], b[3]);
+        mma_bf16(o[n], rest, b[0], b[1]), mma_bf16(o[n + 1], rest, b[2], b[3]);
       }
     }
   }

@@ -18,6 +18,8 @@ DEV u32 bf16_pair(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
+// what a pair leaves of the floats it was made of, as a pair
+DEV u32 bf16_rest(float lo, float hi, u32 pair) { return bf16_pair(lo - bf16_lo(pair), hi - bf16_hi(pair)); }
 DEV bf16 to_bf16(float x) { return (bf16)bf16_pair(x, 0.f); }
 
 // read once, keep out of L1

@@ -41,7 +41,7 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use) 
     uint4 h, l;
     u32 *hi = &h.x, *lo = &l.x;
 #pragma unroll
-    for (int i = 0; i < 4; i++) hi[i] = bf16_pair(f[2 * i], f[2 * i + 1]), lo[i] = bf16_pair(f[2 * i] - bf16_lo(hi[i]), f[2 * i + 1] - bf16_hi(hi[i]));
+    for (int i = 0; i < 4; i++) hi[i] = bf16_pair(f[2 * i], f[2 * i + 1]), lo[i] = bf16_rest(f[2 * i], f[2 * i + 1], hi[i]);
     char* at = block + (ORDER == BY_K ? in * 16 : (in >> 2) * 128 + (in & 3) * 16);
     if (use) *(uint4*)at = h, *(uint4*)(at + (ORDER == BY_K ? 256 : 64)) = l;
     return;

@@ -558,7 +558,7 @@ pub fn attention(head_dim: usize, heads: usize, kv_heads: usize, num_tok: usize)
 /// Attention of runs of new tokens.
 pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid {
     const RUN: usize = 64;
-    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(5 * RUN * (head_dim + 8) * 2)
+    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(6 * RUN * (head_dim + 8) * 2)
 }
 
 /// Ranks of latents that kernels were built for, with rotary parts of [`LATENT_ROPE`].
@@ -582,8 +582,8 @@ pub fn latent_query(rank: usize, heads: usize, num_tok: usize) -> Grid {
 
 /// Attention on latents.
 pub fn latent_attention(rank: usize, heads: usize, num_tok: usize) -> Grid {
-    let tiles = 2 * LATENT_TILE * (rank + LATENT_ROPE + 8) * 2;
-    let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 16 * (LATENT_TILE + 8) * 2;
+    let tiles = (2 * LATENT_TILE + 16) * (rank + LATENT_ROPE + 8) * 2;
+    let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 2 * 16 * (LATENT_TILE + 8) * 2;
     Grid::new([latent_splits(heads, num_tok), heads.div_ceil(16), num_tok], 256).shared(tiles + scores)
 }
 
