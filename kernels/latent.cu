@@ -190,6 +190,12 @@ DEV void latent_query(const LatentQueryArgs& a) {
 
 DEV int latent_splits(int position, int max_splits) { return min_int(max_splits, position / TILE + 1); }
 
+// Where a multiprocessor has less than 105 KB for a block, what bf16 leaves of the queries is kept in registers.
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#define REST_IN_REGISTERS true
+#else
+#define REST_IN_REGISTERS false
+#endif
 template <int RANK, int ROPE>
 DEV void latent_attention(const LatentAttentionArgs& a) {
   extern __shared__ uint4 latent_sh[];
@@ -200,7 +206,7 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
   bf16* tile_sh = (bf16*)latent_sh;                  // [2][TILE][ROW]; the queries first take the second
   float* s_sh = (float*)(tile_sh + 2 * TILE * ROW);  // [4][16][S_ROW], scores of each quarter
   bf16* p_sh = (bf16*)(s_sh + 4 * 16 * S_ROW);       // [p, what is left of it][16][P_ROW]
-  bf16* rest_sh = p_sh + 2 * 16 * P_ROW;             // [16][ROW], what is left of the queries
+  bf16* rest_sh = p_sh + 2 * 16 * P_ROW;             // [16][ROW], what is left of the queries, if there
 
   const int position = a.positions[seq], tiles = position / TILE + 1, splits = latent_splits(position, a.max_splits);
   if (split >= splits) {
@@ -224,18 +230,22 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
   dependents_launch();
   load(begin, 0, false, true);
   copy_async_commit();
+  u32 q[STEPS][4], q_rest[STEPS][4];
   bf16* q_sh = tile_sh + TILE * ROW;
-  for (int i = threadIdx.x; i < 16 * CHUNKS; i += 256) {
-    const int r = i / CHUNKS, col = i % CHUNKS * 8;
-    const bf16* from = a.query + ((size_t)seq * a.H + h0 + r) * WIDTH + col;
-    const bool is = h0 + r < a.H;
-    *(uint4*)(q_sh + r * ROW + col) = is ? load_v4(from) : make_uint4(0, 0, 0, 0);
-    *(uint4*)(rest_sh + r * ROW + col) = is ? load_v4(from + (size_t)gridDim.z * a.H * WIDTH) : make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-  u32 q[STEPS][4];
 #pragma unroll
-  for (int j = 0; j < STEPS; j++) ldmatrix_x4(q[j], q_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
+  for (int part = 0; part < 2; part++) {
+    bf16* to = part && !REST_IN_REGISTERS ? rest_sh : q_sh;
+    for (int i = threadIdx.x; i < 16 * CHUNKS; i += 256) {
+      const int r = i / CHUNKS, col = i % CHUNKS * 8;
+      const bf16* from = a.query + (((size_t)part * gridDim.z + seq) * a.H + h0 + r) * WIDTH + col;
+      *(uint4*)(to + r * ROW + col) = h0 + r < a.H ? load_v4(from) : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    if (part && !REST_IN_REGISTERS) break;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) ldmatrix_x4(part ? q_rest[j] : q[j], q_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
+    if (REST_IN_REGISTERS) __syncthreads();
+  }
   float o[TILES][4], top[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
@@ -250,11 +260,11 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
     float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
-      u32 b[4], rest[4];
-      ldmatrix_x4(rest, rest_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
+      u32 b[4];
+      if (!REST_IN_REGISTERS) ldmatrix_x4(q_rest[j], rest_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
       ldmatrix_x4(b, rows + (half * 16 + (lane & 7) + (lane >> 4) * 8) * ROW + (quarter * STEPS + j) * 16 + (lane >> 3 & 1) * 8);
       mma_bf16(s[0], q[j], b[0], b[1]), mma_bf16(s[1], q[j], b[2], b[3]);
-      mma_bf16(s[0], rest, b[0], b[1]), mma_bf16(s[1], rest, b[2], b[3]);
+      mma_bf16(s[0], q_rest[j], b[0], b[1]), mma_bf16(s[1], q_rest[j], b[2], b[3]);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -382,5 +392,5 @@ DEV void latent_value(const LatentValueArgs& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) latent_query_r512(const __grid_constant__ LatentQueryArgs a) { latent_query<512>(a); }
-extern "C" __global__ void __launch_bounds__(256, 2) latent_attention_r512(const __grid_constant__ LatentAttentionArgs a) { latent_attention<512, 64>(a); }
+extern "C" __global__ void __launch_bounds__(256, REST_IN_REGISTERS ? 1 : 2) latent_attention_r512(const __grid_constant__ LatentAttentionArgs a) { latent_attention<512, 64>(a); }
 extern "C" __global__ void __launch_bounds__(256, 2) latent_value_r512(const __grid_constant__ LatentValueArgs a) { latent_value<512>(a); }

@@ -176,9 +176,13 @@ pub fn plane_scales(cols: usize) -> usize {
     cols.div_ceil(GROUP_K).next_multiple_of(4)
 }
 
-/// Planes of rows.
-pub fn planes(cols: usize, num_rows: usize) -> Grid {
-    Grid::new([num_rows, 1, 1], if cols <= 1024 { 128 } else { 256 })
+/// Planes of rows. Few long rows without a norm are shared by several blocks each.
+pub fn planes(cols: usize, num_rows: usize, normed: bool) -> Grid {
+    const PART_GROUPS: usize = 8;
+    const MOST_BLOCKS: usize = 128;
+    let parts = if normed { 1 } else { cols.div_ceil(PART_GROUPS * GROUP_K).min(MOST_BLOCKS / num_rows.max(1)).max(1) };
+    let threads = if cols <= PART_GROUPS * GROUP_K || parts > 1 { 128 } else { 256 };
+    Grid::new([num_rows, parts, 1], threads)
 }
 
 /// The kernel that makes planes in the order that products by warpgroups read, or the others.
@@ -489,6 +493,8 @@ pub struct DownLaunch {
     pub stages: usize,
     /// Warps that share a stage.
     pub split: usize,
+    /// Whether it is given planes instead of making them in every block.
+    pub takes_planes: bool,
 }
 
 /// The second half of the experts for one token.
@@ -504,6 +510,7 @@ pub fn down(
     const WARPS: usize = 8;
     const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
+    const MOST_OWN: usize = 12_000;
     if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
         return None;
     }
@@ -513,7 +520,7 @@ pub fn down(
     let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(WARPS);
     let teams = WARPS / split;
     let stage = (16 * (16 * chunk * width.bits).min(row_bytes) + 64 + 32 * width.scales(f)).next_multiple_of(16);
-    let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
+    let planes = pairs * (groups * width.block() + 4 * plane_scales(f));
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
     let tiles = d.div_ceil(16);
     let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
@@ -521,7 +528,7 @@ pub fn down(
     let stages = (1..=useful / teams).rev().map(|n| n * teams).find(fits)?;
     let threads = 32 * (WARPS + 1) as u32;
     let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], threads).shared(stages * stage + rest);
-    Some(DownLaunch { grid, chunk, stages, split })
+    Some(DownLaunch { grid, chunk, stages, split, takes_planes: pairs * f > MOST_OWN })
 }
 
 /// Missing experts over the link: enough blocks for a few megabytes in flight.
@@ -581,8 +588,10 @@ pub fn latent_query(rank: usize, heads: usize, num_tok: usize) -> Grid {
 }
 
 /// Attention on latents.
-pub fn latent_attention(rank: usize, heads: usize, num_tok: usize) -> Grid {
-    let tiles = (2 * LATENT_TILE + 16) * (rank + LATENT_ROPE + 8) * 2;
+pub fn latent_attention(rank: usize, heads: usize, num_tok: usize, limits: Limits) -> Grid {
+    const SMALL_SHARED_BYTES: usize = 128 << 10;
+    let queries = if limits.block_shared_bytes < SMALL_SHARED_BYTES { 0 } else { 16 };
+    let tiles = (2 * LATENT_TILE + queries) * (rank + LATENT_ROPE + 8) * 2;
     let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 2 * 16 * (LATENT_TILE + 8) * 2;
     Grid::new([latent_splits(heads, num_tok), heads.div_ceil(16), num_tok], 256).shared(tiles + scores)
 }
@@ -688,8 +697,10 @@ mod tests {
             for heads in [1, 16, 17, 128] {
                 assert!(latent_splits(heads, t) * t <= 2 * DECODE_TOK, "{heads} {t}");
             }
-            let shared = latent_attention(512, 16, t).shared_bytes as usize;
-            assert!(shared <= RTX_3090.block_shared_bytes, "{shared}");
+            for limits in [H200, RTX_3090] {
+                let shared = latent_attention(512, 16, t, limits).shared_bytes as usize;
+                assert!(shared <= limits.block_shared_bytes, "{shared}");
+            }
         }
     }
 
@@ -704,7 +715,7 @@ mod tests {
             for rows in [&[5120][..], &[2048], &[151_936]] {
                 let l = linear(Width { bits: 8, group: 128 }, 2048, rows, t, t <= STAGED_TOK, H200).unwrap();
                 if l.variant == WIDE {
-                    assert!(l.columns % 16 == 0 && t > FEW_TOK, "{t} {l:?}");
+                    assert!(l.columns.is_multiple_of(16) && t > FEW_TOK, "{t} {l:?}");
                     continue;
                 }
                 let runs = l.grid.blocks[1] as usize;
