@@ -10,8 +10,8 @@
 //
 // One block a multiprocessor. Its last warp copies: for each tile of rows of an expert in use it finds the weights and the planes of the
 // tokens, waits until the next stage of the ring is empty and has all of it copied there. The other warps form teams, each
-// taking a whole tile in turn; the warps of a team split its rows or its k. moe_down turns h into planes first, or is given them where h is
-// so long that every block would take microseconds for it; it sums all experts of a tile of 16 rows inside the block in order of rank, the same bits in any batch, and goes on to the next tile. No grid depends
+// taking a whole tile in turn; the warps of a team split its rows or its k. moe_down turns h into planes first, sums all experts of a
+// tile of 16 rows inside the block in order of rank, the same bits in any batch, and goes on to the next tile. No grid depends
 // on the routing. With DirectRoute the experts are chosen here; weights of moe_down are then asked for before h is there.
 //
 // Instances, F as in linear.cu, by (rows of a tile, warps of a team, k_warps): gate_up 32 (16 of each matrix), 4, 4; down_pairs 64, 4, 1;
@@ -20,7 +20,7 @@
 //   block = 256 (w16 512), groups = ceil(inner / 128), S = 2 * scales a row, all in units of 16 bytes:
 //   s4: shared = stages * (tile (inner bits / 8 + S) + 64 + columns (groups block + 4 ceil4(groups)))
 //     + 4 * 2 * teams * k_warps * 4 * (tile + 8) where k_warps > 1, + 48 E if direct
-//   down: shared = stages * (16 min(16 chunk bits, F bits / 8) + 64 + 16 S) + T K (groups block + 4 ceil4(groups)) + 2 * 64 T K ceil(groups / chunk) split,
+//   down: shared = stages * (16 min(16 chunk bits, F bits / 8) + 64 + 16 S) + T K groups (block + 4) + 2 * 64 T K ceil(groups / chunk) split,
 //     + 48 E if direct
 // Floors: bytes of the chosen experts at read bandwidth. Source: src/engine/cpu/experts.rs.
 #include "common/planes.cuh"
@@ -31,8 +31,6 @@ struct DownArgs {
   float* y;
   const float* add;  // or null
   const float* h;
-  const char* x_q;     // planes of h, or null: made here
-  const float* x_scale;
   const ExpertSlot* slots;
   const int* num_slots;
   const int* pairs;
@@ -278,9 +276,8 @@ DEV void down_rows(const DownArgs& a) {
   const int groups = groups_of(a.F), chunks = div_up(groups, a.chunk), row_bytes = a.F * BITS / 8, slice = min_int(a.chunk * F::ROW_BYTES, row_bytes), scales = BITS == 16 ? 0 : G == 0 ? 1 : a.F / (G ? G : 1);
   const int scale_at = 16 * slice + 64, stage_bytes = (scale_at + 16 * scales * 2 + 15) & ~15, tiles = div_up(a.D, 16), parts = chunks * a.split;
   char* x_sh = (char*)moe_sh + stages * stage_bytes;                 // [T K][groups][block]
-  const int sx_row = scale_row(groups);
-  float* sx_sh = (float*)(x_sh + num_pairs * groups * BLOCK);        // [T K][sx_row]
-  float* part_sh = sx_sh + num_pairs * sx_row;                       // [2][T K][chunks][split][16]
+  float* sx_sh = (float*)(x_sh + num_pairs * groups * BLOCK);        // [T K][groups]
+  float* part_sh = sx_sh + ((num_pairs * groups + 3) & ~3);          // [2][T K][chunks][split][16]
   u64* table_sh = (u64*)(part_sh + 2 * num_pairs * parts * 16);
   if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS), barrier_init(empty_sh + threadIdx.x, a.split);
   if (threadIdx.x == 0) barrier_init(&listed_sh, 32);
@@ -336,13 +333,7 @@ DEV void down_rows(const DownArgs& a) {
 
   dependency_wait();
   dependents_launch();
-  const int row_chunks = groups * 16, work = a.x_q ? 0 : num_pairs * row_chunks, THREADS = 32 * WARPS, AHEAD = 3;
-  if (a.x_q) {
-    for (int i = threadIdx.x; i < num_pairs * groups * BLOCK / 16; i += THREADS) copy_async_16(x_sh + i * 16, a.x_q + i * 16);
-    for (int i = threadIdx.x; i < num_pairs * sx_row / 4; i += THREADS) copy_async_16(sx_sh + i * 4, a.x_scale + i * 4);
-    copy_async_commit();
-    copy_async_wait<0>();
-  }
+  const int row_chunks = groups * 16, work = num_pairs * row_chunks, THREADS = 32 * WARPS, AHEAD = 3;
 #pragma unroll 1
   for (int base = 0; base < work; base += AHEAD * THREADS) {
     float f[AHEAD][8];
@@ -360,13 +351,12 @@ DEV void down_rows(const DownArgs& a) {
     for (int j = 0; j < AHEAD; j++) {
       const int c = base + j * THREADS + threadIdx.x;
       if (base + j * THREADS >= work) break;
-      const int group = c >> 4, p = group / groups;
-      make_block<BITS>(x_sh + group * BLOCK, sx_sh + p * sx_row + group - p * groups, c, f[j], c < work);
+      make_block<BITS>(x_sh + (c >> 4) * BLOCK, sx_sh + (c >> 4), c, f[j], c < work);
     }
   }
   team_barrier(1, THREADS);
   barrier_wait(&listed_sh, 0);
-  const int split_bits = __ffs(a.split) - 1, num_slots = num_slots_sh, teams = WARPS >> split_bits, team = warp >> split_bits, part = warp - (team << split_bits);
+  const int num_slots = num_slots_sh, teams = WARPS / a.split, team = warp / a.split, part = warp - team * a.split;
   int stage = team, parity = 0, turn = 0, index = 0;  // of the items of all tiles, taken by the teams in turn
   int mine = team;
 #pragma unroll 1
@@ -380,7 +370,7 @@ DEV void down_rows(const DownArgs& a) {
       const TileInfo& info = info_sh[stage];
       const char* codes_sh = (const char*)moe_sh + stage * stage_bytes;
       const bf16* scales_sh = (const bf16*)(codes_sh + scale_at);
-      const int first = info.chunk * a.chunk, count = info.used, here = min_int(a.chunk, groups - first), begin = here * part >> split_bits, last = here * (part + 1) >> split_bits;
+      const int first = info.chunk * a.chunk, count = info.used, here = min_int(a.chunk, groups - first), begin = here * part / a.split, last = here * (part + 1) / a.split;
       float acc[2] = {0.f, 0.f};
       const int token = info.pair[min_int(g >> 1, count - 1)], other = info.pair[min_int(t, count - 1)];
 #pragma unroll 1
@@ -397,7 +387,7 @@ DEV void down_rows(const DownArgs& a) {
         unpack<BITS>(m[0], lo, hi);
 #pragma unroll
         for (int i = 0; i < BLOCK / 128; i++) x[0][i] = *(const uint4*)(x_sh + (token * groups + k) * BLOCK + (g & 1) * 64 + t * 16 + i * 128);
-        const float sx = BITS == 16 ? 1.f : sx_sh[other * sx_row + k];
+        const float sx = BITS == 16 ? 1.f : sx_sh[other * groups + k];
         RowScales<SUB> s;
 #pragma unroll
         for (int q = 0; q < SUB; q++) {

@@ -20,7 +20,7 @@ struct PlanesArgs {
   int norm;            // 0 none, 1 RMS, 2 Layer
   float eps;
 };
-// grid (T, parts of a row, 1 with a norm), 128 or 256 threads
+// grid T, 128 or 256 threads
 template <int BITS, int ORDER = BY_LANE>
 DEV void planes_row(const PlanesArgs& a) {
   __shared__ float scratch_sh[32];
@@ -36,9 +36,9 @@ DEV void planes_row(const PlanesArgs& a) {
     for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += (x[k] - mean) * (x[k] - mean);
     inv = rsqrtf(block_sum(sum, scratch_sh) / a.K + a.eps);
   }
-  const int groups = groups_of(a.K), per = div_up(groups, (int)gridDim.y) * 16, chunks = min_int((blockIdx.y + 1) * per, groups * 16);
+  const int groups = groups_of(a.K), chunks = groups * 16;
 #pragma unroll 1
-  for (int base = blockIdx.y * per; base < chunks; base += blockDim.x) {
+  for (int base = 0; base < chunks; base += blockDim.x) {
     const int c = base + threadIdx.x, k = c * 8;
     float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, other[8];
     if (k < a.K) {

@@ -283,8 +283,7 @@ static Planes planes_for(int bits, int T, int K) { return {device<char>((size_t)
 static void run_planes(const Planes& p, int bits, const PlanesArgs& like, int T, bool by_k = false) {
   PlanesArgs a = like;
   a.q = p.q, a.scale = p.scale;
-  const int parts = a.norm ? 1 : std::max(1, std::min((a.K + 1023) / 1024, 128 / T));
-  launch(by_k ? (bits == 4 ? (const void*)planes_k4 : bits == 8 ? (const void*)planes_k8 : (const void*)planes_k16) : bits == 4 ? (const void*)planes_w4 : bits == 8 ? (const void*)planes_w8 : (const void*)planes_w16, dim3(T, parts), a.K <= 1024 || parts > 1 ? 128 : 256, 0, a);
+  launch(by_k ? (bits == 4 ? (const void*)planes_k4 : bits == 8 ? (const void*)planes_k8 : (const void*)planes_k16) : bits == 4 ? (const void*)planes_w4 : bits == 8 ? (const void*)planes_w8 : (const void*)planes_w16, dim3(T), a.K <= 1024 ? 128 : 256, 0, a);
 }
 
 static void check_linear() {
@@ -455,7 +454,7 @@ static bool run_down(DownArgs a, int bits, int G) {
   while (a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
   const int teams = 8 / a.split;
   const size_t stage = (16ull * std::min(16 * a.chunk * bits, row) + 64 + 32ull * scales + 15) / 16 * 16;
-  const size_t rest = (size_t)pairs * (groups * (bits == 16 ? 512 : 256) + (groups + 3) / 4 * 16) + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
+  const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
   const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
   for (a.stages = most; a.stages >= teams && a.stages * stage + rest + 4096 > MOST_SHARED;) a.stages -= teams;
   if (a.stages < teams) return false;
@@ -580,13 +579,14 @@ static void check_router_and_experts() {
           for (int k = 0; k < D; k++) want_y[(size_t)(mine[i] / K) * D + k] += 0.7 * gates[mine[i]] * dn[(size_t)i * D + k];
       }
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
-      run_planes(ph, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 0.f}, T * K);
       for (int listed = !direct; T <= 4 && listed < 2; listed++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
-        DownArgs down = {y, y, h, listed ? ph.q : nullptr, ph.scale, a.slots, a.num_slots, a.pairs, a.gates, {}, T, D, F, K, 0, 0, 0, 0.7f};
+        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, T, D, F, K, 0, 0, 0, 0.7f};
         if (!listed) down.gates = nullptr, down.direct = {a.logits, x.table, nullptr, nullptr, rule, 0};
         if (run_down(down, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
+      OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
+      run_planes(ph, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 0.f}, T * K);
       for (int variant = 0; variant < 2; variant++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
         OK(cudaMemset(d, 255, (size_t)T * K * D * 4));
@@ -832,9 +832,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
     bool whole = T < pairs_from;
     if (whole) {
-      const bool given = T * s.K * s.F > 12000;
-      if (given) ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K); }});
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, given ? b.ph.q : nullptr, b.ph.scale, b.slots, b.num_slots, b.pairs, b.gates, route, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
       ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K, wide); }});
       ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});

@@ -213,7 +213,7 @@ impl Engine {
             Source::Gated { up, .. } => PlanesArgs { up, ..args },
             Source::Floats(..) => args,
         };
-        Ok(self.fast.launch(name, launch::planes(cols, num_rows, args.norm != 0), &args)?)
+        Ok(self.fast.launch(name, launch::planes(cols, num_rows), &args)?)
     }
 
     /// The whole residual stream through a norm.

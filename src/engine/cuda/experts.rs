@@ -123,20 +123,10 @@ impl Engine {
         if let Some(whole) = launch::down(d, width, f, top_k, num_tok, chooses, limits) {
             self.fetch(layer, start * top_k, num_tok * top_k, list)?;
             gate_up(list, num_slots)?;
-            let planes = &self.work.inner_planes;
-            let (x_q, x_scale) = if whole.takes_planes {
-                let made_by = launch::planes_name(d.bits, false);
-                self.planes(&made_by, planes, Source::Floats(h, inner), f, num_tok * top_k)?;
-                (planes.codes.at(0), planes.scales.at(0))
-            } else {
-                (0, 0)
-            };
             let args = DownArgs {
                 y: x,
                 add: x,
                 h,
-                x_q,
-                x_scale,
                 slots: list,
                 num_slots,
                 pairs,

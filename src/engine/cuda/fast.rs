@@ -131,8 +131,6 @@ structs! {
         y: u64,
         add: u64,
         h: u64,
-        x_q: u64,
-        x_scale: u64,
         slots: u64,
         num_slots: u64,
         pairs: u64,

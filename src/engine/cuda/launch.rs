@@ -176,13 +176,9 @@ pub fn plane_scales(cols: usize) -> usize {
     cols.div_ceil(GROUP_K).next_multiple_of(4)
 }
 
-/// Planes of rows. Few long rows without a norm are shared by several blocks each.
-pub fn planes(cols: usize, num_rows: usize, normed: bool) -> Grid {
-    const PART_GROUPS: usize = 8;
-    const MOST_BLOCKS: usize = 128;
-    let parts = if normed { 1 } else { cols.div_ceil(PART_GROUPS * GROUP_K).min(MOST_BLOCKS / num_rows.max(1)).max(1) };
-    let threads = if cols <= PART_GROUPS * GROUP_K || parts > 1 { 128 } else { 256 };
-    Grid::new([num_rows, parts, 1], threads)
+/// Planes of rows.
+pub fn planes(cols: usize, num_rows: usize) -> Grid {
+    Grid::new([num_rows, 1, 1], if cols <= 1024 { 128 } else { 256 })
 }
 
 /// The kernel that makes planes in the order that products by warpgroups read, or the others.
@@ -493,8 +489,6 @@ pub struct DownLaunch {
     pub stages: usize,
     /// Warps that share a stage.
     pub split: usize,
-    /// Whether it is given planes instead of making them in every block.
-    pub takes_planes: bool,
 }
 
 /// The second half of the experts for one token.
@@ -510,7 +504,6 @@ pub fn down(
     const WARPS: usize = 8;
     const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
-    const MOST_OWN: usize = 12_000;
     if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
         return None;
     }
@@ -520,7 +513,7 @@ pub fn down(
     let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(WARPS);
     let teams = WARPS / split;
     let stage = (16 * (16 * chunk * width.bits).min(row_bytes) + 64 + 32 * width.scales(f)).next_multiple_of(16);
-    let planes = pairs * (groups * width.block() + 4 * plane_scales(f));
+    let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
     let tiles = d.div_ceil(16);
     let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
@@ -528,7 +521,7 @@ pub fn down(
     let stages = (1..=useful / teams).rev().map(|n| n * teams).find(fits)?;
     let threads = 32 * (WARPS + 1) as u32;
     let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], threads).shared(stages * stage + rest);
-    Some(DownLaunch { grid, chunk, stages, split, takes_planes: pairs * f > MOST_OWN })
+    Some(DownLaunch { grid, chunk, stages, split })
 }
 
 /// Missing experts over the link: enough blocks for a few megabytes in flight.
