@@ -90,7 +90,7 @@ impl Artifact {
                     let module = name.trim_end_matches(".weight");
                     assert!(self.ignored(module), "`{module}` is neither packed nor ignored");
                 }
-                None if name.ends_with("weight_shape") || name.ends_with("weight_scale") => {}
+                None if ["weight_shape", "weight_scale", "weight_zero_point"].iter().any(|part| name.ends_with(part)) => {}
                 None => {
                     let of_source = source.get(name);
                     assert!(of_source.is_none_or(|s| s.0 != *dtype || s.2 == *bytes), "`{name}` changed");
