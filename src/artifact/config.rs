@@ -28,6 +28,8 @@ pub enum Caveat {
     Unchecked,
     /// Experts have zero points.
     ExpertZeros,
+    /// Matrices outside the experts have zero points.
+    DenseZeros,
     /// Matrices of eight bits have zero points.
     EightZeros,
     /// The embedding has zero points.
@@ -57,6 +59,9 @@ impl fmt::Display for Caveat {
             Caveat::ExpertZeros => f.write_str(
                 "experts have zero points (asym): transformers up to 5.24 does not load them; vLLM and SGLang do in releases after June \
                 2026, by Marlin on NVIDIA GPUs, and refuse them before and elsewhere",
+            ),
+            Caveat::DenseZeros => f.write_str(
+                "matrices outside the experts have zero points (asym): transformers up to 5.24 loads these with `dequantize=True` only",
             ),
             Caveat::EightZeros => f.write_str(
                 "8-bit matrices have zero points (asym): Marlin takes those of 4 bits only, so that vLLM and SGLang fail on them",
@@ -155,6 +160,7 @@ pub fn quantization_config(
         roles.iter().any(|(r, layers)| layers.values().any(|f| f.has_zero_points() && of(*r, *f)))
     };
     caveats.extend(zeros(&|r, _| is_expert(r)).then_some(Caveat::ExpertZeros));
+    caveats.extend(zeros(&|r, _| !is_expert(r)).then_some(Caveat::DenseZeros));
     caveats.extend(zeros(&|_, f| matches!(f, Format::Int { bits: Bits::Eight, .. })).then_some(Caveat::EightZeros));
     caveats.extend(zeros(&|r, _| r == Role::Embed).then_some(Caveat::EmbeddingZeros));
     let value = json!({

@@ -569,8 +569,7 @@ pub(super) fn packed_form(
     let formats = [Bits::Four, Bits::Eight].map(|bits| Format::Int { bits, group, zero });
     let format = formats.into_iter().find(|f| *words.1 == [rows, f.packed_cols(cols)])?;
     let whole = matches!(format, Format::Int { bits, .. } if cols.is_multiple_of(bits.per_word()));
-    let zeros_fit = zeros.is_none_or(|(dtype, shape)| {
-        dtype == Dtype::I32 && *shape == [format.zero_rows(rows), format.scale_cols(cols)]
-    });
+    let zeros_fit =
+        zeros.is_none_or(|(dtype, shape)| dtype == Dtype::I32 && *shape == [format.zero_rows(rows), format.scale_cols(cols)]);
     (whole && zeros_fit && words.0 == Dtype::I32 && scales.0.is_float()).then_some(format)
 }

@@ -62,7 +62,9 @@ impl PrecisionError {
             PrecisionError::Pattern { .. } | PrecisionError::Override { .. } => {
                 "for example `layers.*.attn.o=int8:g64`; `moe inspect --tensors` lists the ids".into()
             }
-            PrecisionError::Format { .. } => "formats are source, int4 and int8, with a group such as int4:g64, and zero points such as int4:g64:asym".into(),
+            PrecisionError::Format { .. } => {
+                "formats are source, int4 and int8, with a group such as int4:g64, and zero points such as int4:g64:asym".into()
+            }
         })
     }
 }

@@ -92,7 +92,9 @@ pub enum Format {
 
 /// A format that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no format, expected source, int4, int8, int4:g32, int4:g64, int4:g128, int8:g128, int8:channel, int4:g64:asym or the like")]
+#[error(
+    "`{0}` is no format, expected source, int4, int8, int4:g32, int4:g64, int4:g128, int8:g128, int8:channel, int4:g64:asym or the like"
+)]
 pub struct FormatError(String);
 
 impl FromStr for Format {
@@ -211,10 +213,11 @@ impl Format {
 /// The first format that fits rows of `cols`: the wanted one, smaller groups of 64 and 32, 8 bits a channel, source.
 pub fn fit(wanted: Format, cols: usize) -> Format {
     let Format::Int { bits, group, zero } = wanted else { return Format::Source };
-    let smaller = [64, 32]
-        .into_iter()
-        .filter(|&n| matches!(group, Group::Of(g) if n < g))
-        .map(|n| Format::Int { bits, group: Group::Of(n), zero });
+    let smaller = [64, 32].into_iter().filter(|&n| matches!(group, Group::Of(g) if n < g)).map(|n| Format::Int {
+        bits,
+        group: Group::Of(n),
+        zero,
+    });
     let ladder = std::iter::once(wanted).chain(smaller).chain([Format::INT8_CHANNEL]);
     ladder.into_iter().find(|f| f.fits(cols)).unwrap_or(Format::Source)
 }
