@@ -23,11 +23,11 @@
 static const int PAGE = 16, TILE = 32, QUERY_TOK = 8, VALUE_TOK = 4, MOST_NOPE = 128, MOST_SPLITS = 64;
 
 enum Kind { F32 = 0, BF16 = 1, F16 = 2, INT4 = 3, INT8 = 4 };
-// A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row.
+// A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row and no zero points.
 struct LatentMatrix {
   const void* data;
   const void* scales;
-  int rows, cols, group, kind, scale_kind, pad;
+  int rows, cols, group, kind, scale_kind, zeros;
 };
 
 struct LatentQueryArgs {

@@ -6,7 +6,7 @@ use moe::calib::lockstep::{self, Candidate, Place};
 use moe::calib::solve::{self, Advance, Choice, Progress, SolveError, Task};
 use moe::calib::windows::Window;
 use moe::ids::{Component, Part, Role, TensorId};
-use moe::quant::format::Format;
+use moe::quant::format::{Format, Zero};
 use moe::tensor::Dtype;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -47,6 +47,8 @@ fn different(a: &Path, b: &Path) -> Vec<String> {
 fn format(id: TensorId) -> Format {
     match id.role.component() {
         _ if id.part == Part::Bias => Format::Source,
+        // Of either kind, so that both go through every file.
+        Component::Experts if id.layer.is_some_and(|l| l.0 % 2 == 1) => Format::INT4_G128.with_zero(Zero::Point),
         Component::Experts => Format::INT4_G128,
         Component::Attention | Component::Shared | Component::Mlp | Component::Embeddings => Format::INT8_CHANNEL,
         Component::Router | Component::Norms => Format::Source,

@@ -202,6 +202,12 @@ fn open_cuda(weights: Arc<Weights>, options: cuda::Options, batch: usize, out: O
         out.note(memory::shown(plan, batch));
         bar.get_or_init(|| out.bytes(total, "loading"));
     };
+    let with_zeros = weights.tensors().iter().filter(|(id, _)| weights.has_zero_points(*id)).count();
+    if with_zeros > 0 {
+        out.note(format!(
+            "{with_zeros} matrices have zero points: plain kernels run their blocks, which is several times slower"
+        ));
+    }
     let engine = cuda::Engine::open(weights, options, &mut planned, &mut |n| {
         bar.get().iter().for_each(|b| b.advance(n));
     })?;

@@ -19,7 +19,7 @@ use crate::ids::{Component, Part, Role, SeqId, TensorId};
 use crate::model::family;
 use crate::model::names;
 use crate::model::plan::Slot;
-use crate::quant::format::{Bits, Format, Group, fit};
+use crate::quant::format::{Bits, Format, Group, Zero, fit};
 use crate::sample::SplitMix64;
 use crate::sample::{Sampler, SamplerConfig};
 use crate::tensor::{self, Dtype};
@@ -178,7 +178,7 @@ struct Storage {
 }
 
 fn formats() -> Vec<Storage> {
-    let int = |bits, group| Format::Int { bits, group };
+    let int = |bits, group| Format::Int { bits, group, zero: Zero::Middle };
     let of = |name, format| Storage { name, dtype: Dtype::BF16, format, embeddings: Format::Source };
     vec![
         of("bf16", Format::Source),
@@ -190,6 +190,11 @@ fn formats() -> Vec<Storage> {
         Storage { embeddings: Format::INT8_G128, ..of("int8:g128", Format::INT8_G128) },
         of("int8:g32", int(Bits::Eight, Group::Of(32))),
         Storage { embeddings: Format::INT8_CHANNEL, ..of("int8:channel", Format::INT8_CHANNEL) },
+        of("int4:g32:asym", int(Bits::Four, Group::Of(32)).with_zero(Zero::Point)),
+        Storage {
+            embeddings: Format::INT8_CHANNEL.with_zero(Zero::Point),
+            ..of("int8:g128:asym", Format::INT8_G128.with_zero(Zero::Point))
+        },
     ]
 }
 
@@ -331,12 +336,15 @@ fn write_model(dir: &Path, config: &Value, storage: &Storage) -> Result<(), Pari
                 let scale = random.encoded(Dtype::BF16, rows * scales, |x| step * if x < 0.0 { x - 0.5 } else { x + 0.5 });
                 let whole = [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect();
                 let module = family.names.module(id);
+                let zero_rows = format.zero_rows(rows);
+                let zeros: Vec<u8> = (0..zero_rows * scales).flat_map(|_| (random.0.next() as u32).to_le_bytes()).collect();
+                let zeros = (zero_rows > 0).then_some(("zero_point", safetensors::Dtype::I32, vec![zero_rows, scales], zeros));
                 let parts = [
                     ("packed", safetensors::Dtype::I32, vec![rows, words], packed),
                     ("scale", safetensors::Dtype::BF16, vec![rows, scales], scale),
                     ("shape", safetensors::Dtype::I64, vec![2], whole),
                 ];
-                for (part, dtype, shape, bytes) in parts {
+                for (part, dtype, shape, bytes) in parts.into_iter().chain(zeros) {
                     tensors.insert(format!("{module}.weight_{part}"), Stored { dtype, shape, bytes });
                 }
             }

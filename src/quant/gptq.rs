@@ -6,9 +6,8 @@
 //! and a row that feedback did not improve keeps its plain rounding. Must not know where matrices or tokens come from.
 
 use super::feed::{Search, pack, rows_mut};
-use super::format::{OwnedPacked, Packed};
+use super::format::OwnedPacked;
 use super::round::{self, RoundError, Rounding};
-use crate::tensor::encode;
 use faer::linalg::matmul::matmul;
 use faer::linalg::triangular_inverse::invert_lower_triangular;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
@@ -21,7 +20,7 @@ const MOST_DAMPING: f64 = 1.0;
 /// Rows of a second-moment matrix that one task sums.
 const PANEL: usize = 128;
 /// Rows of a matrix that one task quantizes.
-const TASK_ROWS: usize = 64;
+const TASK_ROWS: usize = 8 * OwnedPacked::STEP_ROWS;
 
 /// Second moments of a matrix's inputs, `sum over tokens of w x x'`.
 #[derive(Clone, Debug, PartialEq)]
@@ -246,49 +245,45 @@ impl Feedback {
     /// # Panics
     /// If the format does not fit `K`.
     pub fn quantize(&self, src: &[f32], how: &Rounding) -> Result<(OwnedPacked, Loss), FeedbackError> {
-        let k = self.cols;
-        let mut out = OwnedPacked::zeroed(src.len() / k, k, how.bits, how.group, how.scale_dtype);
-        let [words, scales] = out.row_bytes();
-        let tasks = src.par_chunks(TASK_ROWS * k).zip(out.words.par_chunks_mut(TASK_ROWS * words));
-        let losses: Vec<Loss> = tasks
-            .zip(out.scales.par_chunks_mut(TASK_ROWS * scales))
+        let tasks: Vec<(OwnedPacked, Loss)> = src
+            .par_chunks(TASK_ROWS * self.cols)
             .enumerate()
-            .map(|(i, ((src, words), scales))| {
-                self.quantize_rows(words, scales, src, how).map_err(|e| match e {
+            .map(|(i, src)| {
+                self.quantize_rows(src, how).map_err(|e| match e {
                     FeedbackError::Round(e) => FeedbackError::Round(e.below(i * TASK_ROWS)),
                     other => other,
                 })
             })
             .collect::<Result<_, _>>()?;
+        let mut out = OwnedPacked::zeroed(0, self.cols, how.format(), how.scale_dtype);
         let mut loss = Loss::default();
-        losses.into_iter().for_each(|l| loss += l);
+        for (rows, of_rows) in &tasks {
+            out.append(rows);
+            loss += *of_rows;
+        }
         Ok((out, loss))
     }
 
-    /// Quantizes rows `src`, `[n, K]`, into packed `words` and `scales`.
-    fn quantize_rows(&self, words: &mut [u8], scales: &mut [u8], src: &[f32], how: &Rounding) -> Result<Loss, FeedbackError> {
+    /// Quantizes rows `src`, `[n, K]`.
+    fn quantize_rows(&self, src: &[f32], how: &Rounding) -> Result<(OwnedPacked, Loss), FeedbackError> {
         let k = self.cols;
-        round::quantize_rows(words, scales, src, k, Some(&self.energy), how)?;
-        let rows = src.len() / k;
+        let mut out = round::quantize_rows(src, k, Some(&self.energy), how)?;
         let group = how.group.columns(k);
-        let packed = Packed { bits: how.bits, group, rows, cols: k, words, scales, scale_dtype: how.scale_dtype };
         let mut rounded = vec![0.0; src.len()];
-        packed.dequantize_rows(&mut rounded, 0);
-        let mut grid = vec![0.0; rows * k / group];
-        grid.chunks_exact_mut(k / group).enumerate().for_each(|(r, grid)| packed.row_scales(r, grid));
+        out.view().dequantize_rows(&mut rounded, 0);
         let difference: Vec<f32> = src.iter().zip(&rounded).map(|(a, b)| a - b).collect();
         let (before, whole) = (self.quadratic(&difference), self.quadratic(src));
         let mut loss = Loss { before: before.iter().sum(), after: before.iter().sum(), whole: whole.iter().sum() };
         if let Some(factor) = &self.factor {
-            let found = Search { feedback: self, factor, src, how, group }.run(grid)?;
-            let each = how.scale_dtype.bytes(k / group);
-            let rows = words.chunks_exact_mut(words.len() / rows).zip(scales.chunks_exact_mut(each)).zip(&before);
+            let found = Search { feedback: self, factor, src, how, group }.run(out.view().levels())?;
             loss.after = 0.0;
-            for (r, ((words, scales), before)) in rows.enumerate() {
+            for (r, before) in before.iter().enumerate() {
                 // Only where correlations are such that feedback cannot help does rounding win.
                 if found.losses[r] < *before {
-                    pack(words, &found.codes[r * k..(r + 1) * k], how.bits);
-                    encode(scales, how.scale_dtype, &found.grid[r * k / group..(r + 1) * k / group]);
+                    let row_bytes = k * how.bits.count() / 8;
+                    pack(&mut out.words[r * row_bytes..(r + 1) * row_bytes], &found.codes[r * k..(r + 1) * k], how.bits);
+                    let levels = &found.grid[r * k / group..(r + 1) * k / group];
+                    levels.iter().enumerate().for_each(|(g, level)| out.set_level(r, g, *level));
                 }
                 loss.after += found.losses[r].min(*before);
             }
@@ -296,14 +291,14 @@ impl Feedback {
         for part in [&mut loss.before, &mut loss.after, &mut loss.whole] {
             *part *= self.unit;
         }
-        Ok(loss)
+        Ok((out, loss))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quant::format::{Bits, Group};
+    use crate::quant::format::{Bits, Group, Zero};
     use crate::quant::round::Method;
     use crate::tensor::Dtype;
 
@@ -330,7 +325,12 @@ mod tests {
     }
 
     fn how(bits: Bits, group: usize) -> Rounding {
-        Rounding { bits, group: Group::Of(group), method: Method::Search, scale_dtype: Dtype::BF16, positive_scales: false }
+        let (group, zero) = (Group::Of(group), Zero::Middle);
+        Rounding { bits, group, zero, method: Method::Search, scale_dtype: Dtype::BF16, positive_scales: false }
+    }
+
+    fn asymmetric(how: Rounding) -> Rounding {
+        Rounding { zero: Zero::Point, ..how }
     }
 
     fn moments(x: &[f32], cols: usize, full: bool) -> Moments {
@@ -362,11 +362,11 @@ mod tests {
             let mut m = Moments::new(k, true);
             m.sums.iter_mut().step_by(k + 1).for_each(|d| *d = 3.0);
             m.tokens = 10_000;
-            let (found, loss) = Feedback::new(&m).unwrap().quantize(&w, &how(bits, group)).unwrap();
-            let mut plain = OwnedPacked::zeroed(rows, k, bits, Group::Of(group), Dtype::BF16);
-            round::quantize_rows(&mut plain.words, &mut plain.scales, &w, k, None, &how(bits, group)).unwrap();
-            assert_eq!(found, plain);
-            assert!((loss.after / loss.before - 1.0).abs() < 1e-6);
+            for how in [how(bits, group), asymmetric(how(bits, group))] {
+                let (found, loss) = Feedback::new(&m).unwrap().quantize(&w, &how).unwrap();
+                assert_eq!(found, round::quantize_rows(&w, k, None, &how).unwrap());
+                assert!((loss.after / loss.before - 1.0).abs() < 1e-6);
+            }
         }
     }
 
@@ -382,17 +382,15 @@ mod tests {
         m.tokens = 1 << 20;
         let feedback = Feedback::new(&m).unwrap();
         let factor = feedback.factor.as_ref().unwrap();
-        let how = how(Bits::Four, group);
-        let mut plain = OwnedPacked::zeroed(rows, k, Bits::Four, Group::Of(group), Dtype::BF16);
-        round::quantize_rows(&mut plain.words, &mut plain.scales, &w, k, None, &how).unwrap();
-        let mut grid = vec![0.0; rows * k / group];
-        crate::tensor::decode(&mut grid, Dtype::BF16, &plain.scales);
-        let found = Search { feedback: &feedback, factor, src: &w, how: &how, group }.feed(grid);
-        let mut words = vec![0; plain.words.len()];
-        for (row, codes) in words.chunks_exact_mut(k / 2).zip(found.codes.chunks_exact(k)) {
-            pack(row, codes, Bits::Four);
+        for how in [how(Bits::Four, group), asymmetric(how(Bits::Four, group))] {
+            let plain = round::quantize_rows(&w, k, None, &how).unwrap();
+            let found = Search { feedback: &feedback, factor, src: &w, how: &how, group }.feed(plain.view().levels());
+            let mut words = vec![0; plain.words.len()];
+            for (row, codes) in words.chunks_exact_mut(k / 2).zip(found.codes.chunks_exact(k)) {
+                pack(row, codes, Bits::Four);
+            }
+            assert_eq!(words, plain.words);
         }
-        assert_eq!(words, plain.words);
     }
 
     /// `tr(dW H dW')` of what was packed, computed in `f64` from the packed words, against the loss that was reported; a sum of
@@ -404,9 +402,10 @@ mod tests {
         for tokens in [40, 300, 4000] {
             let feedback = Feedback::new(&moments(&inputs(tokens, k), k, true)).unwrap();
             let plain = Feedback { factor: None, ..Feedback::new(&moments(&inputs(tokens, k), k, true)).unwrap() };
-            for (bits, group) in [(Bits::Four, 128), (Bits::Four, 32), (Bits::Eight, 128)] {
-                let (found, loss) = feedback.quantize(&w, &how(bits, group)).unwrap();
-                let (_, rounded) = plain.quantize(&w, &how(bits, group)).unwrap();
+            let symmetric = [how(Bits::Four, 128), how(Bits::Four, 32), how(Bits::Eight, 128)];
+            for how in symmetric.into_iter().chain(symmetric.map(asymmetric)) {
+                let (found, loss) = feedback.quantize(&w, &how).unwrap();
+                let (_, rounded) = plain.quantize(&w, &how).unwrap();
                 let mut values = vec![0.0; rows * k];
                 found.view().dequantize_rows(&mut values, 0);
                 let difference: Vec<f32> = w.iter().zip(&values).map(|(a, b)| a - b).collect();
@@ -418,7 +417,7 @@ mod tests {
                     }
                 }
                 let sum = sum * feedback.unit;
-                assert!((sum / loss.after - 1.0).abs() < 1e-3, "{tokens} {bits:?} {group}: {sum} {}", loss.after);
+                assert!((sum / loss.after - 1.0).abs() < 1e-3, "{tokens} {}: {sum} {}", how.format(), loss.after);
                 assert!(loss.after <= rounded.before && loss.before == rounded.before);
             }
         }

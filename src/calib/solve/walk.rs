@@ -288,10 +288,11 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Ch
         let (cols, name) = (weight.cols, task.weights.file_tensors(id).into_iter().next().ok_or_else(vanished)?);
         let values = weight.to_f32().map_err(|e| ArtifactError::Decode { tensor: name.clone(), source: Box::new(e) })?;
         for (choice, found) in task.choices.iter().zip(&mut found) {
-            let Format::Int { bits, group } = (choice.format)(id) else { continue };
+            let Format::Int { bits, group, zero } = (choice.format)(id) else { continue };
             let how = Rounding {
                 bits,
                 group,
+                zero,
                 method: round::Method::Search,
                 scale_dtype: task.scale_dtype,
                 positive_scales: task.positive_scales,
@@ -300,7 +301,7 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Ch
             for part in [&mut loss.before, &mut loss.after, &mut loss.whole] {
                 *part *= per_token;
             }
-            let format = Format::Int { bits, group }.to_string();
+            let format = how.format().to_string();
             found.push((id, packed, Module { id: id.to_string(), format, tokens, pooled, damping: feedback.damping, loss }));
         }
     }

@@ -143,6 +143,7 @@ struct Request {
     profile: Profile,
     overrides: Vec<Rule>,
     method: Method,
+    asym: bool,
     shard_bytes: u64,
     max_memory: u64,
 }
@@ -154,6 +155,7 @@ impl Request {
         }
         let profile = load_profile(&args.profile)?;
         let profile = args.group_size.into_iter().fold(profile, Profile::with_group);
+        let profile = if args.asym { profile.with_zero_points() } else { profile };
         let overrides = args.set.iter().map(|s| Rule::parse(s).with_context(|| format!("`--set {s}`"))).collect::<Result<_>>()?;
         let method = match args.method.as_str() {
             "importance" => Method::Calibrated { feedback: false },
@@ -178,7 +180,7 @@ impl Request {
         if max_memory < LEAST_MEMORY {
             return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
         }
-        Ok(Self { profile, overrides, method, shard_bytes, max_memory })
+        Ok(Self { profile, overrides, method, asym: args.asym, shard_bytes, max_memory })
     }
 
     fn recipe(&self, args: &QuantizeArgs, calibration: Option<Calibration>) -> Recipe {
@@ -186,6 +188,7 @@ impl Request {
             profile: self.profile.name.clone(),
             overrides: self.overrides.iter().map(Rule::to_string).collect(),
             group_size: args.group_size,
+            asym: self.asym,
             target: args.target(),
             method: args.method.clone(),
             positive_scales: args.positive_scales,

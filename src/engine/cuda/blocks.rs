@@ -41,8 +41,9 @@ pub(super) struct Output {
     pub scale: f32,
 }
 
+/// What fast kernels know of a matrix; `None` for one they do not take, such as one with zero points.
 pub(super) fn width(m: &Matrix) -> Option<Width> {
-    let whole = m.cols % 32 == 0 && m.data.is_multiple_of(16);
+    let whole = m.cols % 32 == 0 && m.data.is_multiple_of(16) && m.zeros == 0;
     let scaled = m.scale_kind == Kind::Bf16;
     let bits = match m.kind {
         Kind::Bf16 => 16,

@@ -13,7 +13,7 @@ impl Engine {
     pub(super) fn latent_fits(&self, part: &LatentPart, num_tok: usize) -> bool {
         let (m, up) = (&part.mla, self.store.matrix(part.up));
         let shape = launch::LATENT_RANKS.contains(&m.kv_rank) && m.rope == launch::LATENT_ROPE && m.nope <= launch::LATENT_NOPE;
-        let whole = m.v.is_multiple_of(2) && up.group % 8 == 0 && up.data.is_multiple_of(16);
+        let whole = m.v.is_multiple_of(2) && up.group % 8 == 0 && up.data.is_multiple_of(16) && up.zeros == 0;
         let shared = launch::latent_attention(m.kv_rank, m.heads, num_tok, self.limits()).shared_bytes as usize;
         shape && whole && shared <= self.limits().block_shared_bytes && num_tok <= launch::DECODE_TOK
     }

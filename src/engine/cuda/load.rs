@@ -14,7 +14,7 @@ use crate::checkpoint::CheckpointError;
 use crate::ids::{Component, ExpertId, LayerId, Part, Role, TensorId};
 use crate::model::names;
 use crate::model::spec::{Ffn, ModelSpec};
-use crate::quant::format::{Bits, Format, Group};
+use crate::quant::format::{Bits, Format, Zero};
 use crate::tensor::{self, Dtype};
 use crate::tiers::{self, Policy};
 use cudarc::driver::result;
@@ -26,6 +26,8 @@ use std::sync::Arc;
 const STAGING_BYTES: usize = 32 << 20;
 /// Buffers in turn: one is filled while others travel.
 const STAGING_BUFFERS: usize = 3;
+/// Bytes in which a descriptor counts the way from codes to zero points; what aligns tensors is a multiple of it.
+const ZEROS_UNIT: usize = 16;
 /// Piece that one thread copies.
 const COPY_BYTES: usize = 1 << 20;
 
@@ -58,6 +60,7 @@ struct Form {
     kind: Kind,
     group: usize,
     scale_kind: Kind,
+    zero: Zero,
 }
 
 impl Form {
@@ -73,7 +76,21 @@ impl Form {
 
     /// Bytes with what aligns the next tensor.
     fn placed_bytes(self) -> usize {
-        aligned(self.data_bytes()) + aligned(self.scale_bytes())
+        self.codes_bytes() + aligned(self.scale_bytes())
+    }
+
+    /// Bytes of the codes and the zero points behind them, with what aligns the next tensor.
+    fn codes_bytes(self) -> usize {
+        aligned(self.data_bytes()) + aligned(self.zero_bytes())
+    }
+
+    fn zero_bytes(self) -> usize {
+        let per_word = match (self.zero, self.kind) {
+            (Zero::Point, Kind::Int4) => 8,
+            (Zero::Point, Kind::Int8) => 4,
+            _ => return 0,
+        };
+        4 * self.rows.div_ceil(per_word) * (self.cols / self.group)
     }
 
     fn scale_bytes(self) -> usize {
@@ -90,6 +107,13 @@ struct Place {
     form: Form,
     data_at: usize,
     scales_at: usize,
+}
+
+impl Place {
+    /// Zero points lie behind the codes.
+    fn zeros_at(&self) -> usize {
+        self.data_at + aligned(self.form.data_bytes())
+    }
 }
 
 /// Where every tensor of a model lies.
@@ -120,14 +144,15 @@ fn is_vector(id: TensorId) -> bool {
 
 fn form_of(id: TensorId, weight: &Weight<'_>) -> Form {
     let (rows, cols) = (weight.rows, weight.cols);
-    let plain = |kind| Form { rows, cols, kind, group: cols.max(1), scale_kind: Kind::F32 };
+    let plain = |kind| Form { rows, cols, kind, group: cols.max(1), scale_kind: Kind::F32, zero: Zero::Middle };
     match &weight.data {
         _ if is_vector(id) => plain(Kind::F32),
         Data::Plain { dtype, .. } => plain(float_kind(*dtype)),
         Data::Fp8 { .. } | Data::Mxfp4(_) | Data::Gather { .. } => plain(Kind::Bf16),
         Data::Packed(p) => {
             let kind = if p.bits == Bits::Four { Kind::Int4 } else { Kind::Int8 };
-            Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype) }
+            let zero = if p.zeros.is_some() { Zero::Point } else { Zero::Middle };
+            Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype), zero }
         }
     }
 }
@@ -144,13 +169,14 @@ impl Layout {
         let form = |(id, shape): (TensorId, Vec<usize>)| {
             let cols = shape.last().copied().unwrap_or(1);
             let rows = shape.iter().product::<usize>() / cols.max(1);
-            let plain = |kind| Form { rows, cols, kind, group: cols, scale_kind: Kind::Bf16 };
+            let plain = |kind| Form { rows, cols, kind, group: cols, scale_kind: Kind::Bf16, zero: Zero::Middle };
             let form = match format(id, cols) {
                 _ if is_vector(id) => plain(Kind::F32),
                 Format::Source => plain(Kind::Bf16),
-                Format::Int { bits, group } => Form {
+                Format::Int { bits, group, zero } => Form {
                     kind: if bits == Bits::Four { Kind::Int4 } else { Kind::Int8 },
-                    group: if let Group::Of(n) = group { n } else { cols },
+                    group: group.columns(cols),
+                    zero,
                     ..plain(Kind::Bf16)
                 },
             };
@@ -159,7 +185,7 @@ impl Layout {
         Self::place(names::tensors(spec).into_iter().map(form))
     }
 
-    /// Words of the matrices of one expert first, then their scales; all others one after the other.
+    /// Words and zero points of the matrices of one expert first, then their scales; all others one after the other.
     fn place(forms: impl Iterator<Item = (TensorId, Form)>) -> Self {
         let (mut places, mut order) = (HashMap::new(), Vec::new());
         let mut dense_bytes = 0;
@@ -171,7 +197,7 @@ impl Layout {
                 runs.entry((layer.0, expert.0)).or_default().push((id, form));
                 continue;
             }
-            let scales_at = dense_bytes + aligned(form.data_bytes());
+            let scales_at = dense_bytes + form.codes_bytes();
             places.insert(id, Place { form, data_at: dense_bytes, scales_at });
             dense_bytes = scales_at + aligned(form.scale_bytes());
             *sizes.entry(id.role.component()).or_default() += form.placed_bytes() as u64;
@@ -181,7 +207,7 @@ impl Layout {
             let mut at = 0;
             for &(id, form) in &tensors {
                 places.insert(id, Place { form, data_at: at, scales_at: 0 });
-                at += aligned(form.data_bytes());
+                at += form.codes_bytes();
             }
             for (id, form) in tensors {
                 if let Some(place) = places.get_mut(&id) {
@@ -200,12 +226,13 @@ impl Layout {
         self.order.iter()
     }
 
-    /// Forms of the matrices, as kernel names spell them; sixteen bits always, for routers.
+    /// Forms of the matrices that fast kernels take, as their names spell them; sixteen bits always, for routers.
     pub fn forms(&self) -> Vec<&'static str> {
         let of = |p: &Place| {
-            let bits = match p.form.kind {
-                Kind::Int4 => 4,
-                Kind::Int8 => 8,
+            let bits = match (p.form.kind, p.form.zero) {
+                (Kind::Int4, Zero::Middle) => 4,
+                (Kind::Int8, Zero::Middle) => 8,
+                (Kind::Int4 | Kind::Int8, Zero::Point) => return None,
                 _ => 16,
             };
             Width { bits, group: p.form.group }.name(p.form.cols)
@@ -231,7 +258,7 @@ impl Layout {
 
     /// Bytes that one tensor takes.
     pub fn stored_bytes(&self, id: TensorId) -> u64 {
-        self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.scale_bytes()) as u64)
+        self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.zero_bytes() + p.form.scale_bytes()) as u64)
     }
 }
 
@@ -301,6 +328,7 @@ impl Store {
                 Data::Packed(p) => {
                     store.push(&mut stager, id, place.data_at, p.words)?;
                     store.push(&mut stager, id, place.scales_at, p.scales)?;
+                    p.zeros.map_or(Ok(()), |zeros| store.push(&mut stager, id, place.zeros_at(), zeros))?;
                 }
                 Data::Plain { bytes, .. } if !is_vector(id) => store.push(&mut stager, id, place.data_at, bytes)?,
                 _ => {
@@ -339,6 +367,9 @@ impl Store {
             match form.kind {
                 Kind::Int4 | Kind::Int8 => {
                     fill(data, form.data_bytes() / 4, form.kind as i32, 0.0)?;
+                    if form.zero_bytes() > 0 {
+                        fill(base + place.zeros_at() as u64, form.zero_bytes() / 4, form.kind as i32, 0.0)?;
+                    }
                     let steps = if form.kind == Kind::Int4 { 8.0 } else { 128.0 };
                     let n = form.rows * (form.cols / form.group);
                     plain.plain_fill(launch::elements(n), scales, n as u64, Kind::Bf16 as i32, spread / steps)?;
@@ -431,7 +462,7 @@ impl Store {
             group: form.group as i32,
             kind: form.kind,
             scale_kind: form.scale_kind,
-            pad: 0,
+            zeros: if form.zero_bytes() > 0 { ((place.zeros_at() - place.data_at) / ZEROS_UNIT) as i32 } else { 0 },
         }
     }
 
@@ -522,10 +553,10 @@ impl<'a> Stager<'a> {
 mod tests {
     use super::*;
 
-    /// An expert is one run of bytes, words before scales, and no two tensors overlap.
+    /// An expert is one run of bytes, words and zero points before scales, and no two tensors overlap.
     #[test]
     fn an_expert_is_one_run_of_bytes() {
-        let form = |rows, cols| Form { rows, cols, kind: Kind::Int4, group: 32, scale_kind: Kind::Bf16 };
+        let form = |rows, cols| Form { rows, cols, kind: Kind::Int4, group: 32, scale_kind: Kind::Bf16, zero: Zero::Point };
         let expert = |e, role| TensorId::expert(LayerId(0), ExpertId(e), role);
         let all = [0, 1]
             .into_iter()
@@ -535,6 +566,7 @@ mod tests {
             let mut spans: Vec<(usize, usize)> = Vec::new();
             for (_, p) in layout.places.iter().filter(|(id, _)| keep(id)) {
                 spans.push((p.data_at, p.data_at + p.form.data_bytes()));
+                spans.push((p.zeros_at(), p.zeros_at() + p.form.zero_bytes()));
                 spans.push((p.scales_at, p.scales_at + p.form.scale_bytes()));
             }
             spans.sort_unstable();
