@@ -38,6 +38,7 @@ struct RouterArgs {
   int norm;            // 0 none, 1 RMS, 2 Layer
   float eps;
   int bits;            // of the experts' codes: 4, 8 or 16
+  int pending;         // the list is not yet what the products take: its length is left below zero
   RouteRule rule;
 };
 
@@ -87,7 +88,7 @@ DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, const
     u64* pointers = (u64*)out;
 #pragma unroll
     for (int i = 0; i < 6; i++) pointers[i] = base == 0 ? row[i] : a.table[(size_t)e * 6 + i];
-    out->expert = e, out->first = first, out->count = count, out->reserved = 0;
+    out->expert = e, out->first = first, out->count = count, out->arrival = 0;
     int n = 0;
 #pragma unroll 1
     for (int w = 0; n < count; w++)
@@ -97,7 +98,7 @@ DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, const
         if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.rule.K);
       }
   }
-  if (threadIdx.x == 0) *a.num_slots = slot_base;
+  if (threadIdx.x == 0) *a.num_slots = a.pending ? -slot_base : slot_base;
 }
 
 // The norm's factor joins the sums, so that the products need not wait for it; with LayerNorm the mean comes first.
