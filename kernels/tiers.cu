@@ -47,7 +47,8 @@ struct FetchArgs {
 };
 
 static const int MOST = MOST_MOVES, WORDS = MOST / 32;
-static const int AHEAD = 8;     // 16-byte loads in flight a thread
+static const int THREADS = 256, LINE = THREADS * 16, AHEAD = 8;  // 16-byte loads in flight a thread
+static const int PIECE = LINE * AHEAD;
 enum Stat { CHOSEN, FETCHED, DIRECT, BYTES, BUSY_NS, STALL_NS, LAUNCHES };
 
 DEV void wait_until(u64 time) {
@@ -76,17 +77,11 @@ DEV void move_expert(const FetchArgs& a, int e, u64 from, u64 to) {
   }
 }
 
-// Bytes on their way in the order in which they are sent: of every move the part that the first half reads, then of every move the rest.
-struct Pieces {
-  int moves, part_bytes[2], each[2];
-  DEV Pieces(const FetchArgs& a, int moves, int piece) : moves(moves) {
-    part_bytes[1] = a.late_end - a.late, part_bytes[0] = a.run_bytes - part_bytes[1];
-    each[0] = div_up(part_bytes[0], piece), each[1] = div_up(part_bytes[1], piece);
-  }
-  DEV int count() const { return moves * (each[0] + each[1]); }
-};
+// Bytes are sent in this order: of every move the part that the first half reads, then of every move the other.
+DEV int part_bytes(const FetchArgs& a, int part) { return part ? a.late_end - a.late : a.run_bytes - (a.late_end - a.late); }
+DEV int part_pieces(const FetchArgs& a, int part) { return div_up(part_bytes(a, part), PIECE); }
 
-extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_constant__ FetchArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __grid_constant__ FetchArgs a) {
   extern __shared__ u64 fetch_sh[];
   const int words = div_up(a.E, 32), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   u64 *worth_sh = fetch_sh, *slot_worth_sh = worth_sh + a.E;         // of experts, of the residents of slots: score, then last visit
@@ -96,25 +91,25 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
   const u32 now = *a.now + 1;
   const int turn = *a.turn & 1;
 #pragma unroll 1
-  for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+  for (int e = threadIdx.x; e < a.E; e += THREADS) {
     const u32 score = (u32)a.score[e];
     worth_sh[e] = (u64)(score - (a.shift ? (score + (1u << a.shift) - 1) >> a.shift : 0)) << 32 | (u32)a.visited[e];
   }
 #pragma unroll 1
-  for (int s = threadIdx.x; s < a.S; s += blockDim.x) owner_sh[s] = (u16)a.owner[s];
+  for (int s = threadIdx.x; s < a.S; s += THREADS) owner_sh[s] = (u16)a.owner[s];
 #pragma unroll 1
-  for (int w = threadIdx.x; w < words; w += blockDim.x) chosen_sh[w] = 0, missing_sh[w] = 0xffffffffu;
+  for (int w = threadIdx.x; w < words; w += THREADS) chosen_sh[w] = 0, missing_sh[w] = 0xffffffffu;
   __syncthreads();
   if (blockIdx.x != 0 && threadIdx.x == 0) add_release(a.counter, 1);
 #pragma unroll 1
-  for (int s = threadIdx.x; s < a.S; s += blockDim.x) {
+  for (int s = threadIdx.x; s < a.S; s += THREADS) {
     const int e = owner_sh[s];
     slot_worth_sh[s] = worth_sh[e];
     atomicAnd(missing_sh + (e >> 5), ~(1u << (e & 31)));
   }
   __syncthreads();
 #pragma unroll 1
-  for (int s = threadIdx.x; s < a.S; s += blockDim.x) {
+  for (int s = threadIdx.x; s < a.S; s += THREADS) {
     const u64 worth = slot_worth_sh[s];
     int rank = 0;
 #pragma unroll 4
@@ -126,18 +121,18 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
 
   const u64 start = global_time();
 #pragma unroll 1
-  for (int p = threadIdx.x; p < a.num_pairs; p += blockDim.x) {
+  for (int p = threadIdx.x; p < a.num_pairs; p += THREADS) {
     const int e = a.ids[p];
     atomicOr(chosen_sh + (e >> 5), 1u << (e & 31));
   }
   __syncthreads();
 #pragma unroll 1
-  for (int w = threadIdx.x; w < words; w += blockDim.x) missing_sh[w] &= chosen_sh[w];
+  for (int w = threadIdx.x; w < words; w += THREADS) missing_sh[w] &= chosen_sh[w];
   __syncthreads();
   const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), there = chosen - missing, moves = min_int(missing, a.S - there);
   if (moves > 0) {
 #pragma unroll 1
-    for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+    for (int e = threadIdx.x; e < a.E; e += THREADS) {
       if (!has(missing_sh, e)) continue;
       const int rank = rank_of(missing_sh, e);
       if (rank < moves) expert_sh[rank] = (u16)e;
@@ -154,30 +149,28 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
   }
   __syncthreads();
 
-  const int line = blockDim.x * 16, piece = line * AHEAD;
-  const Pieces pieces(a, moves, piece);
   int* arrived = a.arrived + turn * 2 * MOST;
   const u64 direct_bytes = (u64)(missing - moves) * a.run_bytes;
   if (blockIdx.x != 0) {
 #pragma unroll 1
-    for (int item = blockIdx.x - 1; item < pieces.count(); item += gridDim.x - 1) {
-      const int part = item >= moves * pieces.each[0], index = item - part * moves * pieces.each[0], each = part ? pieces.each[1] : pieces.each[0];
-      const int m = index / each, first = (index - m * each) * piece, bytes = part ? pieces.part_bytes[1] : pieces.part_bytes[0];
+    for (int item = blockIdx.x - 1; item < moves * (part_pieces(a, 0) + part_pieces(a, 1)); item += gridDim.x - 1) {
+      const int part = item >= moves * part_pieces(a, 0), index = item - part * moves * part_pieces(a, 0), each = part_pieces(a, part);
+      const int m = index / each, first = (index - m * each) * PIECE, bytes = part_bytes(a, part);
       const char* from = (const char*)a.host[expert_sh[m]];
       char* to = (char*)a.slots + (u64)slot_sh[m] * a.run_bytes;
       // where in the run byte b of the part is
-      const int mine = first + (int)threadIdx.x * 16, skip_from = part ? 0 : a.late, skip = part ? a.late : pieces.part_bytes[1];
+      const int mine = first + (int)threadIdx.x * 16, skip_from = part ? 0 : a.late, skip = part ? a.late : part_bytes(a, 1);
       const auto place = [&](int b) { return b < skip_from ? b : b + skip; };
       uint4 v[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++)
-        if (mine + i * line < bytes) v[i] = load_streaming(from + place(mine + i * line));
+        if (mine + i * LINE < bytes) v[i] = load_streaming(from + place(mine + i * LINE));
 #pragma unroll
       for (int i = 0; i < AHEAD; i++)
-        if (mine + i * line < bytes) store_v4(to + place(mine + i * line), v[i]);
+        if (mine + i * LINE < bytes) store_v4(to + place(mine + i * LINE), v[i]);
       if (a.ns_per_byte > 0.f) {
-        const u64 before = part ? (u64)moves * pieces.part_bytes[0] : 0;
-        wait_until(start + (u64)((double)(direct_bytes + before + (u64)m * bytes + min_int(first + piece, bytes)) * a.ns_per_byte));
+        const u64 before = part ? (u64)moves * part_bytes(a, 0) : 0;
+        wait_until(start + (u64)((double)(direct_bytes + before + (u64)m * bytes + min_int(first + PIECE, bytes)) * a.ns_per_byte));
       }
       __syncthreads();
       if (threadIdx.x == 0) add_release(arrived + part * MOST + m, 1);
@@ -188,23 +181,23 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
   if (a.ns_per_byte > 0.f) wait_until(start + (u64)((double)direct_bytes * a.ns_per_byte));  // the products read as fast as the link is
   if (a.list) {
 #pragma unroll 1
-    for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+    for (int e = threadIdx.x; e < a.E; e += THREADS) {
       if (!has(chosen_sh, e)) continue;
       const bool lacks = has(missing_sh, e);
       const int rank = rank_of(missing_sh, e), from = rank_of(chosen_sh, e);
-      ExpertSlot slot = a.list[from];
-      slot.arrival = 0;
-      int to = from - rank;
-      if (lacks && rank >= moves) to = there + rank - moves;
-      if (lacks && rank < moves) {
-        to = there + missing - moves + rank, slot.arrival = 1 + turn * 2 * MOST + rank;
-        u64* pointers = (u64*)&slot;
-        const u64 by = a.slots + (u64)slot_sh[rank] * a.run_bytes - a.host[e];
+      const bool moves_in = lacks && rank < moves;
+      const int to = !lacks ? from - rank : moves_in ? there + missing - moves + rank : there + rank - moves;
+      const u64 by = moves_in ? a.slots + (u64)slot_sh[rank] * a.run_bytes - a.host[e] : 0;
+      const uint4 *source = (const uint4*)(a.list + from);
+      uint4* target = (uint4*)(a.ready + to);
 #pragma unroll
-        for (int i = 0; i < 6; i++)
-          if (pointers[i]) pointers[i] += by;
+      for (int i = 0; i < 3; i++) {
+        const ulonglong2 two = ((const ulonglong2*)source)[i];
+        ((ulonglong2*)target)[i] = make_ulonglong2(two.x ? two.x + by : 0, two.y ? two.y + by : 0);
       }
-      a.ready[to] = slot;
+#pragma unroll
+      for (int i = 3; i < 6; i++) target[i] = source[i];
+      a.ready[to].arrival = moves_in ? 1 + turn * 2 * MOST + rank : 0;
     }
     __syncthreads();
     if (threadIdx.x == 0) store_release(a.num_slots, chosen);
@@ -217,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
   }
   __syncthreads();
 #pragma unroll 1
-  for (int m = threadIdx.x; m < moves; m += blockDim.x) {
+  for (int m = threadIdx.x; m < moves; m += THREADS) {
     const int e = expert_sh[m], s = slot_sh[m], before = owner_sh[s];
     const u64 slot = a.slots + (u64)s * a.run_bytes;
     a.owner[s] = e;
@@ -225,12 +218,12 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
     move_expert(a, e, a.host[e], slot);
   }
 #pragma unroll 1
-  for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
+  for (int e = threadIdx.x; e < a.E; e += THREADS) {
     const bool used = has(chosen_sh, e);
     a.score[e] = (int)(worth_sh[e] >> 32) + (used ? a.rise : 0), a.visited[e] = used ? (int)now : (int)worth_sh[e];
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * MOST; i += blockDim.x) a.arrived[(turn ^ 1) * 2 * MOST + i] = 0;
+  for (int i = threadIdx.x; i < 2 * MOST; i += THREADS) a.arrived[(turn ^ 1) * 2 * MOST + i] = 0;
   u64 stall = 0;
   if (threadIdx.x == 0 && a.waited) {
     int* before = a.waited + (turn ^ 1) * 2;
@@ -238,11 +231,11 @@ extern "C" __global__ void __launch_bounds__(256, 4) tiers_fetch(const __grid_co
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * moves; i += blockDim.x) add_release(arrived + (i < moves ? i : MOST + i - moves), 1);
+  for (int i = threadIdx.x; i < 2 * moves; i += THREADS) add_release(arrived + (i < moves ? i : MOST + i - moves), 1);
   if (threadIdx.x != 0) return;
 #pragma unroll 1
   for (int i = 0; i < 2 * moves; i++)
-    while (load_acquire(arrived + (i < moves ? i : MOST + i - moves)) != 1 + (i < moves ? pieces.each[0] : pieces.each[1])) {
+    while (load_acquire(arrived + (i < moves ? i : MOST + i - moves)) != 1 + part_pieces(a, i >= moves)) {
     }
   const u64 busy = global_time() - start;
   a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves, a.stats[BYTES] += (u64)missing * a.run_bytes;
