@@ -38,6 +38,7 @@ struct RouterArgs {
   int norm;            // 0 none, 1 RMS, 2 Layer
   float eps;
   int bits;            // of the experts' codes: 4, 8 or 16
+  int pending;         // the list is not yet what the products take: its length is left below zero
   RouteRule rule;
 };
 
@@ -93,9 +94,9 @@ DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, u32* 
     u64* pointers = (u64*)out;
 #pragma unroll
     for (int i = 0; i < 6; i++) pointers[i] = base == 0 ? row[i] : a.table[(size_t)e * 6 + i];
-    out->expert = e, out->first = first, out->count = count, out->reserved = 0;
+    out->expert = e, out->first = first, out->count = count, out->arrival = 0;
   }
-  if (threadIdx.x == 0) *a.num_slots = slot_base;
+  if (threadIdx.x == 0) *a.num_slots = a.pending ? -slot_base : slot_base;
   __syncthreads();
 #pragma unroll 1
   for (int e = warp; e < a.rule.E; e += warps) {

@@ -242,7 +242,7 @@ fn a_limited_link_is_no_faster() {
     let limit = 1e9;
     let (_, engine) = run(random(&spec, Options { expert_slots: Some(8), link_limit: Some(limit), ..Options::default() }));
     let traffic = engine.tiers().unwrap().take_traffic().unwrap();
-    assert!(traffic.bytes > 0 && traffic.stall_ns as f64 >= 0.99 * traffic.bytes as f64 / limit * 1e9, "{traffic:?}");
+    assert!(traffic.bytes > 0 && traffic.busy_ns as f64 >= 0.99 * traffic.bytes as f64 / limit * 1e9, "{traffic:?}");
 }
 
 /// What is too little for one slot a layer is refused, and the refusal says what is needed.

@@ -526,7 +526,7 @@ static void check_router_and_experts() {
 
       float *h = zeros<float>((size_t)T * K * F), *y = random_f32((size_t)T * D, 1.f), *d = device<float>((size_t)T * K * D);
       std::vector<double> hd, want_h((size_t)T * K * F), want_y((size_t)T * D);
-      const ExpertsArgs half = {nullptr, nullptr, nullptr, a.slots, a.num_slots, a.pairs, {}, T, K, 0, 0, 0, 0, 0};
+      const ExpertsArgs half = {nullptr, nullptr, nullptr, a.slots, a.num_slots, a.pairs, {}, {}, T, K, 0, 0, 0, 0, 0};
       const bool direct = direct_route(a);
       int* ids_d = device<int>(T * K);
       float* gates_d = device<float>(T * K);
@@ -581,7 +581,7 @@ static void check_router_and_experts() {
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       for (int listed = !direct; T <= 4 && listed < 2; listed++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
-        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, T, D, F, K, 0, 0, 0, 0.7f};
+        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, {}, T, D, F, K, 0, 0, 0, 0.7f};
         if (!listed) down.gates = nullptr, down.direct = {a.logits, x.table, nullptr, nullptr, rule, 0};
         if (run_down(down, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
@@ -829,13 +829,13 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
       a.table = y.table, a.counters = b.counters + 2048, a.T = T, a.D = s.D, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.rule = rule;
       run_router(a, !direct, wide);
     }});
-    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
     bool whole = T < pairs_from;
     if (whole) {
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, {}, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
       ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K, wide); }});
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
       ops.push_back({"combine", l, 0, [=] { launch((const void*)moe_combine, dim3((s.D + 511) / 512, T), 128, 0, CombineArgs{b.x, b.x, b.d, b.gates, s.D, s.K, 0.1f}); }});
     }
   }

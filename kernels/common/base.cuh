@@ -49,6 +49,21 @@ DEV int load_s32_l2(const int* p) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
   return r;
 }
+// Between blocks of kernels that run at the same time: what a thread (or its block, before a barrier) wrote ahead of a release is seen
+// by who reads the released value.
+DEV int load_acquire(const int* p) {
+  int r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+DEV void store_release(int* p, int x) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+DEV void add_release(int* p, int x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+// nanoseconds
+DEV u64 global_time() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -90,7 +90,7 @@ impl Engine {
             Step::Experts { dst, src, layer, width } => {
                 let crate::model::spec::Ffn::Moe(moe) = &self.spec.layers[layer.0 as usize].ffn else { return Ok(()) };
                 let (top_k, table) = (moe.router.top_k, self.store.table(layer.0));
-                self.fetch(layer.0, 0, num_tok * top_k, 0)?;
+                self.fetch(layer.0, 0, num_tok * top_k, 0, false)?;
                 let (experts, gates, inner) = (self.work.experts.at(0), self.work.gates.at(0), self.work.inner.at(0));
                 let (kk, f, d) = (top_k as i32, *width as i32, self.spec.width as i32);
                 let grid = launch::rows_of(*width, num_tok * top_k, 1);
@@ -120,12 +120,21 @@ impl Engine {
         Ok(())
     }
 
-    /// Brings the experts of some choices into slots; `list` is the router's or null. Nothing to do if all are on the device.
-    pub(super) fn fetch(&self, layer: u32, first_pair: usize, num_pairs: usize, list: u64) -> Result<(), EngineError> {
+    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile. Nothing to do
+    /// if all are on the device.
+    pub(super) fn fetch(
+        &self,
+        layer: u32,
+        first_pair: usize,
+        num_pairs: usize,
+        list: u64,
+        beside: bool,
+    ) -> Result<(), EngineError> {
         let Some(tiers) = self.store.tiers() else { return Ok(()) };
-        let (ids, table, matrices) = (self.work.experts.at(4 * first_pair), self.store.addresses(layer), self.store.table(layer));
-        let Some(args) = tiers.fetch(layer, ids, num_pairs, list, table, matrices) else { return Ok(()) };
-        Ok(self.fast.launch("tiers_fetch", launch::fetch(self.device.properties().limits()), &args)?)
+        let (ids, list) = ((self.work.experts.at(4 * first_pair), num_pairs), (list, self.work.num_slots.at(0)));
+        let tables = (self.store.addresses(layer), self.store.table(layer));
+        let Some(args) = tiers.fetch(layer, ids, list, tables, beside) else { return Ok(()) };
+        Ok(self.fast.launch("tiers_fetch", tiers.grid(layer, self.limits()), &args)?)
     }
 
     /// The buffer whose row length a step sets, and that length.

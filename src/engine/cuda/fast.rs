@@ -86,6 +86,7 @@ structs! {
         norm: i32,
         eps: f32,
         bits: i32,
+        pending: i32,
         rule: RouteRule,
     }
     /// How a token's experts are chosen.
@@ -99,6 +100,13 @@ structs! {
         keep_groups: i32,
         jitter: f32,
         scale: f32,
+    }
+    /// Experts that arrive while the products run.
+    Arrivals in "common/routing.cuh" {
+        pieces: u64,
+        waited: u64,
+        needed: i32,
+        pad: i32,
     }
     /// The choice without a list.
     DirectRoute in "common/routing.cuh" {
@@ -118,6 +126,7 @@ structs! {
         num_slots: u64,
         pairs: u64,
         direct: DirectRoute,
+        arrivals: Arrivals,
         t: i32,
         k: i32,
         inner: i32,
@@ -136,6 +145,7 @@ structs! {
         pairs: u64,
         gates: u64,
         direct: DirectRoute,
+        arrivals: Arrivals,
         t: i32,
         d: i32,
         f: i32,
@@ -225,6 +235,8 @@ structs! {
     FetchArgs in "tiers.cu" {
         ids: u64,
         list: u64,
+        ready: u64,
+        num_slots: u64,
         owner: u64,
         score: u64,
         visited: u64,
@@ -233,12 +245,17 @@ structs! {
         table: u64,
         matrices: u64,
         counter: u64,
+        turn: u64,
+        arrived: u64,
+        waited: u64,
         stats: u64,
         slots: u64,
         num_pairs: i32,
         e: i32,
         s: i32,
         run_bytes: i32,
+        late: i32,
+        late_end: i32,
         shift: i32,
         rise: i32,
         ns_per_byte: f32,
@@ -272,6 +289,7 @@ structs! {
         k: i32,
         steps: i32,
         rows: i32,
+        pending: i32,
     }
     /// Queries in latent space, and the new row of the cache.
     LatentQueryArgs in "latent.cu" {
@@ -417,6 +435,11 @@ impl Fast {
         Ok(Self { functions, overlap })
     }
 
+    /// Whether kernels may start before those ahead of them are done.
+    pub fn overlaps(&self) -> bool {
+        self.overlap == Overlap::Yes
+    }
+
     /// Whether there is such a kernel.
     pub fn has(&self, name: &str) -> bool {
         self.functions.contains_key(name)
@@ -483,7 +506,7 @@ mod tests {
                     (_, "int") => "i32",
                     (_, "float") => "f32",
                     (_, "LinearMatrix") => "[LinearMatrix; 3]",
-                    (_, "RouteRule" | "DirectRoute") => ty,
+                    (_, "RouteRule" | "DirectRoute" | "Arrivals") => ty,
                     (_, "LatentMatrix") => "Matrix",
                     other => panic!("`{name}` has a field of type {other:?}"),
                 };

@@ -73,6 +73,16 @@ pub struct Limits {
     pub warpgroups: bool,
 }
 
+impl Limits {
+    /// What is left to blocks that share multiprocessors with blocks of another kernel.
+    pub fn beside(self, other: Grid) -> Self {
+        let left = self.sm_shared_bytes.saturating_sub(other.shared_bytes as usize + BLOCK_SHARED);
+        Self { block_shared_bytes: self.block_shared_bytes.min(left.saturating_sub(BLOCK_SHARED)), sm_shared_bytes: left, ..self }
+    }
+}
+
+/// What the driver takes of a multiprocessor's shared memory for each block.
+const BLOCK_SHARED: usize = 1024;
 /// Tokens up to which a product makes the planes of its own input.
 pub const STAGED_TOK: usize = 4;
 /// Tokens up to which decode kernels and graphs are used.
@@ -524,9 +534,20 @@ pub fn down(
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
-/// Missing experts over the link: enough blocks for a few megabytes in flight.
-pub fn fetch(limits: Limits) -> Grid {
-    Grid::new([limits.num_sm.min(64), 1, 1], 256)
+/// Blocks that copy experts, a few megabytes in flight together.
+const COPY_BLOCKS: usize = 64;
+/// Bytes that one of them copies at a time; `AHEAD` in `tiers.cu`.
+const COPY_PIECE: usize = 256 * 16 * 8;
+
+/// Missing experts over the link: a block that decides, and those that copy.
+pub fn fetch(experts: usize, slots: usize, limits: Limits) -> Grid {
+    let shared = 8 * experts + 16 * slots + 8 * experts.div_ceil(32);
+    Grid::new([1 + COPY_BLOCKS.min(limits.num_sm), 1, 1], 256).shared(shared)
+}
+
+/// Pieces in which so many bytes of an expert are copied, and one for the block that decides.
+pub fn fetch_pieces(bytes: usize) -> usize {
+    1 + bytes.div_ceil(COPY_PIECE)
 }
 
 /// The sum over ranks.

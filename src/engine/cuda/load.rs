@@ -209,14 +209,19 @@ impl Layout {
                 places.insert(id, Place { form, data_at: at, scales_at: 0 });
                 at += form.codes_bytes();
             }
+            let mut late = (0, 0);
             for (id, form) in tensors {
                 if let Some(place) = places.get_mut(&id) {
                     place.scales_at = at;
+                    if id.role == Role::ExpertDown {
+                        late = (place.data_at, place.data_at + aligned(form.data_bytes()));
+                    }
                 }
                 at += aligned(form.scale_bytes());
             }
-            let layer = experts.entry(layer).or_insert(ExpertRuns { num: 0, run_bytes: 0 });
-            *layer = ExpertRuns { num: layer.num + 1, run_bytes: layer.run_bytes.max(at) };
+            let layer = experts.entry(layer).or_insert(ExpertRuns { num: 0, run_bytes: 0, late });
+            let late = if layer.late == late { late } else { (0, 0) };
+            *layer = ExpertRuns { num: layer.num + 1, run_bytes: layer.run_bytes.max(at), late };
         }
         Layout { places, order, dense_bytes, experts, by_component: sizes.into_iter().collect() }
     }

@@ -3,7 +3,8 @@
 
 use super::device::CudaError;
 use super::device::{Device, During};
-use super::fast::{FetchArgs, SLOT_BYTES, WaveArgs};
+use super::fast::{Arrivals, FetchArgs, SLOT_BYTES, WaveArgs};
+use super::launch::{self, Grid, Limits};
 use super::load::Residency;
 use super::memory::Buffer;
 use super::transfer::{HostRuns, Ring};
@@ -16,13 +17,18 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Most experts of a layer; `MOST` in `tiers.cu`.
+/// Most experts of a layer; `MOST_MOVES` in `routing.cuh`.
 const MOST_EXPERTS: usize = 1024;
 /// Bytes of half a ring; a few milliseconds of a link.
 const HALF_RING_BYTES: usize = 128 << 20;
-/// Counters of the kernel, and where they are among its cells: behind the arrivals.
-const NUM_STATS: usize = 6;
-const STATS_AT: usize = 8;
+/// Counters of the kernel.
+const NUM_STATS: usize = 7;
+/// Its cells: blocks that have read the state, whose turn it is, waits of the products, counters, pieces that are there.
+const TURN_AT: usize = 4;
+const WAITED_AT: usize = 8;
+const STATS_AT: usize = WAITED_AT + 4 * 4;
+const ARRIVED_AT: usize = STATS_AT + 8 * NUM_STATS;
+const CELL_BYTES: usize = ARRIVED_AT + 4 * 4 * MOST_EXPERTS;
 
 /// The decay that the kernel takes, 0 for none, and what a visit adds to a score.
 fn decay_and_rise(policy: Policy) -> (u32, u32) {
@@ -40,6 +46,15 @@ pub struct ExpertRuns {
     pub num: usize,
     /// Bytes of each: the layer's largest.
     pub run_bytes: usize,
+    /// First byte and end of what the second half alone reads; nothing where experts differ.
+    pub late: (usize, usize),
+}
+
+/// The halves of the experts: gate and up, then down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Half {
+    First,
+    Second,
 }
 
 /// What went over the link in steps, summed over all layers; waves of prompts are not counted.
@@ -53,7 +68,9 @@ pub struct Traffic {
     pub direct: u64,
     /// Bytes of both.
     pub bytes: u64,
-    /// Time in which nothing but fetching was done, nanoseconds.
+    /// Time in which bytes were on their way, nanoseconds.
+    pub busy_ns: u64,
+    /// Of that, time in which the products had nothing else to do.
     pub stall_ns: u64,
     /// Layers times steps.
     pub steps: u64,
@@ -67,7 +84,7 @@ impl Traffic {
 
     /// Bytes a second while fetching.
     pub fn link_bytes_s(&self) -> f64 {
-        1e9 * self.bytes as f64 / self.stall_ns.max(1) as f64
+        1e9 * self.bytes as f64 / self.busy_ns.max(1) as f64
     }
 }
 
@@ -80,6 +97,7 @@ impl std::ops::Add for Traffic {
             fetched: self.fetched + other.fetched,
             direct: self.direct + other.direct,
             bytes: self.bytes + other.bytes,
+            busy_ns: self.busy_ns + other.busy_ns,
             stall_ns: self.stall_ns + other.stall_ns,
             steps: self.steps + other.steps,
         }
@@ -111,11 +129,10 @@ pub struct Tiers {
     /// Expert of every slot, layer by layer.
     owners: Buffer,
     layers: HashMap<u32, LayerSlots>,
-    /// Arrivals, then the counters.
     cells: Buffer,
     ring: Ring,
-    /// A wave's part of the list of experts, and its length.
-    wave: Buffer,
+    /// The list that the products take: those that are there first, or a wave's part, with its length.
+    list: Buffer,
     num_wave: Buffer,
     /// The owners as last asked for; `None` once a kernel may have moved any.
     known: RefCell<Option<Vec<u32>>>,
@@ -137,7 +154,7 @@ impl Tiers {
         }
         let runs = layers.values().flat_map(|r| std::iter::repeat_n(r.run_bytes, r.num)).collect();
         let host = HostRuns::new(device, runs)?;
-        let cells = Buffer::new(device, STATS_AT + 8 * NUM_STATS)?;
+        let cells = Buffer::new(device, CELL_BYTES)?;
         cells.clear()?;
         let (mut slots_at, mut first_run, mut owners) = (0, 0, Vec::new());
         let mut states = HashMap::new();
@@ -167,7 +184,7 @@ impl Tiers {
         let slots = Buffer::new(device, slots_at)?;
         let ring = Ring::new(device, half_ring_bytes(layers.values()))?;
         let most = layers.values().map(|r| r.num).max().unwrap_or(0);
-        let (wave, num_wave) = (Buffer::new(device, most * SLOT_BYTES)?, Buffer::new(device, 4)?);
+        let (list, num_wave) = (Buffer::new(device, most * SLOT_BYTES)?, Buffer::new(device, 4)?);
         let (owners, known) = (Buffer::from_slice(device, &owners)?, RefCell::new(None));
         let ns_per_byte = residency.link_limit.map_or(0.0, |rate| (1e9 / rate) as f32);
         Ok(Self {
@@ -178,7 +195,7 @@ impl Tiers {
             layers: states,
             cells,
             ring,
-            wave,
+            list,
             num_wave,
             known,
             ns_per_byte,
@@ -209,23 +226,54 @@ impl Tiers {
         each.collect()
     }
 
-    /// What the kernel takes for a layer; `ids` are the `num_pairs` choices, `list` is the router's or null, `table` and
-    /// `matrices` are the layer's addresses and descriptors. `None` if all its experts are in slots.
+    /// Whether some experts of a layer have no slot.
+    pub(super) fn lacks(&self, layer: u32) -> bool {
+        self.layers.get(&layer).is_some_and(|s| s.num_slots < s.runs.num)
+    }
+
+    /// How the kernel is launched for a layer.
+    pub(super) fn grid(&self, layer: u32, limits: Limits) -> Grid {
+        self.layers.get(&layer).map_or(Grid::new([0, 0, 0], 0), |s| launch::fetch(s.runs.num, s.num_slots, limits))
+    }
+
+    /// The list that the products take after it.
+    pub(super) fn list(&self) -> u64 {
+        self.list.at(0)
+    }
+
+    /// What products need that run beside it.
+    pub(super) fn arrivals(&self, layer: u32, half: Half) -> Arrivals {
+        let Some(ExpertRuns { run_bytes, late, .. }) = self.layers.get(&layer).map(|s| s.runs) else { return Arrivals::ZERO };
+        let (at, bytes) = match half {
+            Half::First => (0, run_bytes - (late.1 - late.0)),
+            Half::Second => (1, late.1 - late.0),
+        };
+        Arrivals {
+            pieces: self.cells.at(ARRIVED_AT + at * 4 * MOST_EXPERTS),
+            waited: self.cells.at(WAITED_AT + at * 4),
+            needed: launch::fetch_pieces(bytes) as i32,
+            pad: 0,
+        }
+    }
+
+    /// What the kernel takes for a layer; `ids` are the `num_pairs` choices, the list is the router's or null, with its length, the tables
+    /// are the layer's addresses and descriptors, `beside`: the products run beside it. `None` if all its experts are in slots.
     pub(super) fn fetch(
         &self,
         layer: u32,
-        ids: u64,
-        num_pairs: usize,
-        list: u64,
-        table: u64,
-        matrices: u64,
+        (ids, num_pairs): (u64, usize),
+        (list, num_slots): (u64, u64),
+        (table, matrices): (u64, u64),
+        beside: bool,
     ) -> Option<FetchArgs> {
-        let state = self.layers.get(&layer).filter(|s| s.num_slots < s.runs.num)?;
+        let state = self.layers.get(&layer).filter(|_| self.lacks(layer))?;
         self.forget();
         let (shift, rise) = decay_and_rise(state.policy);
         Some(FetchArgs {
             ids,
             list,
+            ready: self.list.at(0),
+            num_slots,
             owner: self.owners.at(4 * state.first_slot),
             score: state.score.at(0),
             visited: state.visited.at(0),
@@ -234,12 +282,17 @@ impl Tiers {
             table,
             matrices,
             counter: self.cells.at(0),
+            turn: self.cells.at(TURN_AT),
+            arrived: self.cells.at(ARRIVED_AT),
+            waited: if beside { self.cells.at(WAITED_AT) } else { 0 },
             stats: self.cells.at(STATS_AT),
             slots: self.slots.at(state.slots_at),
             num_pairs: num_pairs as i32,
             e: state.runs.num as i32,
             s: state.num_slots as i32,
             run_bytes: state.runs.run_bytes as i32,
+            late: state.runs.late.0 as i32,
+            late_end: state.runs.late.1 as i32,
             shift: shift as i32,
             rise: rise as i32,
             ns_per_byte: self.ns_per_byte,
@@ -287,7 +340,7 @@ impl Tiers {
         let Some(state) = self.layers.get(&layer) else { return Ok(None) };
         let missing = self.missing(layer, range.clone());
         let stage = self.ring.fill(missing.iter().map(|e| self.host.bytes(state.first_run + e)))?;
-        let (wave, num_wave) = (self.wave.at(0), self.num_wave.at(0));
+        let (wave, num_wave) = (self.list.at(0), self.num_wave.at(0));
         let args = WaveArgs {
             list,
             num_slots,
@@ -330,8 +383,8 @@ impl Tiers {
         let mut n = [0u64; NUM_STATS];
         self.device.download(&mut n, &self.cells, STATS_AT)?;
         self.device.upload(&self.cells, STATS_AT, &[0u64; NUM_STATS])?;
-        let [chosen, fetched, direct, bytes, stall_ns, steps] = n;
-        Ok(Traffic { chosen, fetched, direct, bytes, stall_ns, steps })
+        let [chosen, fetched, direct, bytes, busy_ns, stall_ns, steps] = n;
+        Ok(Traffic { chosen, fetched, direct, bytes, busy_ns, stall_ns, steps })
     }
 }
 
@@ -342,7 +395,8 @@ fn half_ring_bytes<'a>(layers: impl Iterator<Item = &'a ExpertRuns>) -> usize {
 
 /// Bytes on the device beside the slots: the ring.
 pub(super) fn ring_bytes(layers: &[Layer]) -> u64 {
-    let runs: Vec<_> = layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize }).collect();
+    let runs: Vec<_> =
+        layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize, late: (0, 0) }).collect();
     2 * half_ring_bytes(runs.iter()) as u64
 }
 
