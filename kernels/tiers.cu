@@ -3,8 +3,8 @@
 // A layer's experts are runs of `run_bytes` in page-locked host memory, mapped; S of them are also in slots on the device. The worth
 // of an expert is its score, then the step of its last visit, then its index (lower is worth more). In a step with the set R of
 // chosen experts, scores decay by s - ceil(s / 2^shift), those of R rise and R is visited; then the missing experts, in order of
-// index, take the slots of the least worthy residents outside R, in order of worth. What finds no slot is read over the link by the
-// products themselves.
+// index, take the slots of the least worthy residents outside R that are not permanent, in order of worth. What finds no slot is read
+// over the link by the products themselves. An expert without a copy in host memory has an address there at which nothing lies.
 //
 // table [E][6] and matrices [E][3] hold addresses of either place and follow every move; list is the router's (common/routing.cuh).
 // needs  E <= 1024, 1 <= S <= E, run_bytes % 16 == 0; counter zero before the first launch
@@ -27,6 +27,7 @@ struct FetchArgs {
   u64* stats;           // [6]
   u64 slots;            // address of the first slot
   int num_pairs, E, S;
+  int permanent;        // slots whose experts never leave, the first
   int run_bytes;
   int shift;            // 0: no decay
   int rise;
@@ -34,7 +35,7 @@ struct FetchArgs {
 };
 
 static const int MOST = 1024, WORDS = MOST / 32;
-static const u64 HELD = ~0ull;  // worth of a slot whose expert is chosen
+static const u64 HELD = ~0ull;  // worth of a slot whose expert is chosen or permanent
 static const int AHEAD = 8;     // 16-byte loads in flight a thread
 enum Stat { CHOSEN, FETCHED, DIRECT, BYTES, BUSY_NS, LAUNCHES };
 
@@ -79,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
   __shared__ u32 chosen_sh[WORDS], missing_sh[WORDS];
   __shared__ u64 worth_sh[MOST], slot_worth_sh[MOST];     // of experts, of the residents of slots: score, then last visit
   __shared__ u16 owner_sh[MOST], expert_sh[MOST], slot_sh[MOST];
+  __shared__ int free_sh;                                 // slots that may change hands
   const int words = div_up(a.E, 32);
   const u32 now = *a.now + 1;
 #pragma unroll 1
@@ -90,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
   for (int s = threadIdx.x; s < a.S; s += blockDim.x) owner_sh[s] = (u16)a.owner[s];
 #pragma unroll 1
   for (int w = threadIdx.x; w < words; w += blockDim.x) chosen_sh[w] = 0;
+  if (threadIdx.x == 0) free_sh = 0;
   __syncthreads();
   if (blockIdx.x != 0 && threadIdx.x == 0) arrive(a.counter);
   dependency_wait();
@@ -112,10 +115,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
     const int e = owner_sh[s];
     const bool held = has(chosen_sh, e);
     if (held) atomicAnd(missing_sh + (e >> 5), ~(1u << (e & 31)));
-    slot_worth_sh[s] = held ? HELD : worth_sh[e];
+    const bool stays = held || s < a.permanent;
+    slot_worth_sh[s] = stays ? HELD : worth_sh[e];
+    if (!stays) atomicAdd(&free_sh, 1);
   }
   __syncthreads();
-  const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), moves = min_int(missing, a.S - (chosen - missing));
+  const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), moves = min_int(missing, free_sh);
   if (moves > 0) {
 #pragma unroll 1
     for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
@@ -183,6 +188,37 @@ extern "C" __global__ void __launch_bounds__(256, 2) tiers_fetch(const __grid_co
     *a.now = (int)now;
     a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves;
     a.stats[BYTES] += bytes, a.stats[BUSY_NS] += global_time() - start, a.stats[LAUNCHES] += 1;
+  }
+}
+
+// The host gave some experts a copy in its memory, or took it: their addresses follow, and those of the list. Once an expert a launch.
+// One block, 256 threads.
+struct PlaceArgs {
+  const u64* moves;  // [num_moves][3]: expert, address of its copy from now on, whether it is in a slot
+  u64* host;         // [E]
+  u64* table;        // [E][6]
+  u64* matrices;     // [E][3] of five words
+  ExpertSlot* list;  // or null
+  const int* num_slots;
+  int num_moves;
+};
+extern "C" __global__ void __launch_bounds__(256) tiers_place(const __grid_constant__ PlaceArgs a) {
+  dependency_wait();
+  dependents_launch();
+  for (int m = threadIdx.x; m < a.num_moves; m += blockDim.x) {
+    const u64 e = a.moves[m * 3], from = a.host[e], to = a.moves[m * 3 + 1];
+    a.host[e] = to;
+    if (a.moves[m * 3 + 2]) continue;
+    for (int i = 0; i < 6; i++) {
+      move_address(a.table + e * 6 + i, from, to);
+      move_address(a.matrices + (e * 3 + i / 2) * 5 + i % 2, from, to);
+    }
+  }
+  __syncthreads();
+  const int num = a.list ? *a.num_slots : 0;
+  for (int i = threadIdx.x; i < num * 6; i += blockDim.x) {
+    const int slot = i / 6, p = i % 6;
+    ((u64*)(a.list + slot))[p] = a.table[(size_t)a.list[slot].expert * 6 + p];
   }
 }
 

@@ -9,8 +9,8 @@ pub struct MemoryArgs {
     /// Most GPU memory to use, what the driver takes included, e.g. 24GiB (default: all that is free).
     #[arg(long, value_name = "SIZE")]
     pub vram_budget: Option<String>,
-    /// Most page-locked host memory for the experts, e.g. 48GiB; where the GPU does not hold all, all need room there (default:
-    /// enough for all).
+    /// Most page-locked host memory for the experts, e.g. 48GiB. With less than all of them take, those that stay in GPU memory for
+    /// good have no copy there, and if need be some are read from the disk (default: enough for all).
     #[arg(long, value_name = "SIZE")]
     pub host_budget: Option<String>,
     /// List of hot experts, which the GPU shall hold first (default: hot_experts.json in the model's directory, if there is one).

@@ -63,13 +63,28 @@ pub(super) fn shown(plan: &VramPlan, batch: usize) -> String {
     let cells: Vec<Vec<String>> = rows.into_iter().map(|(what, n)| vec![what, bytes(n)]).collect();
     let mut text = table(&["GPU memory", "bytes"], &cells);
     if plan.offloaded_bytes > 0 {
-        let (host, all) = (bytes(plan.needed_host_bytes), bytes(plan.resident_bytes));
-        text += &format!("\n{host} of page-locked host memory for all experts; all fit from {all}");
-        if plan.host_bytes < plan.needed_host_bytes {
-            text += &format!("\n--host-budget allows {} only", bytes(plan.host_bytes));
+        text += &format!("\n{}", table(&["host memory", "bytes"], &host(plan)));
+        text += &format!("\nall experts fit into GPU memory from {}", bytes(plan.resident_bytes));
+        if plan.host_bytes > plan.host_budget_bytes {
+            let least = plan.smallest_host_bytes;
+            text += &format!("\n--host-budget is too small: the least that works is {least} ({})", bytes(least));
         }
     }
     text
+}
+
+/// What lies outside of the GPU's memory.
+fn host(plan: &VramPlan) -> Vec<Vec<String>> {
+    let (copies, permanent): (usize, usize) = (plan.host_slots.iter().sum(), plan.permanent.iter().sum());
+    let mut rows = vec![vec![format!("page-locked: copies of {copies} experts"), bytes(plan.host_bytes)]];
+    if permanent > 0 {
+        rows.push(vec![format!("no copy: {permanent} experts stay in GPU memory for good"), "-".into()]);
+    }
+    if plan.disk_bytes > 0 {
+        let left = plan.experts - copies - permanent;
+        rows.push(vec![format!("read from the disk when needed: {left} experts"), bytes(plan.disk_bytes)]);
+    }
+    rows
 }
 
 fn experts(plan: &VramPlan) -> String {

@@ -164,7 +164,7 @@ impl Engine {
             };
             Ok(self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?)
         };
-        let waves = self.store.tiers().filter(|_| !decode).map(|tiers| Ok((tiers, tiers.waves(layer, num_tok * top_k)?)));
+        let waves = self.store.tiers().map(|tiers| Ok((tiers, tiers.waves(layer, num_tok * top_k, decode)?)));
         match waves.transpose().map_err(EngineError::Cuda)? {
             Some((tiers, Some(waves))) => {
                 for wave in waves {

@@ -238,10 +238,21 @@ structs! {
         num_pairs: i32,
         e: i32,
         s: i32,
+        permanent: i32,
         run_bytes: i32,
         shift: i32,
         rise: i32,
         ns_per_byte: f32,
+    }
+    /// Copies in host memory that came or went.
+    PlaceArgs in "tiers.cu" {
+        moves: u64,
+        host: u64,
+        table: u64,
+        matrices: u64,
+        list: u64,
+        num_slots: u64,
+        num_moves: i32,
     }
     /// A wave of experts through the ring.
     WaveArgs in "tiers.cu" {
@@ -455,7 +466,7 @@ fn names(program: &Source) -> Vec<String> {
         "rows.cu" => {
             ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
         }
-        "tiers.cu" => ["tiers_fetch", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "tiers.cu" => ["tiers_fetch", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }

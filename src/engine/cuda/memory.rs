@@ -190,6 +190,12 @@ impl Event {
         unsafe { result::event::synchronize(self.event) }.during("wait for an event")
     }
 
+    /// Whether it is over; one never recorded is.
+    pub fn is_over(&self) -> bool {
+        // SAFETY: the event lives; events may be asked from any context.
+        unsafe { sys::cuEventQuery(self.event) == sys::CUresult::CUDA_SUCCESS }
+    }
+
     /// Time since an earlier event; both must be over.
     pub fn ms_since(&self, earlier: &Event) -> Result<f32, CudaError> {
         // SAFETY: both events live.
