@@ -309,7 +309,11 @@ impl Residency {
                     return Err(error);
                 };
                 let before = plan.slots.iter().sum::<usize>();
-                self.vram = self.needs.beside(&plan.with(&self.needs, slots, plan.pages), plan.host_budget_bytes);
+                let vram = self.needs.beside(&plan.with(&self.needs, slots, plan.pages), plan.host_budget_bytes);
+                if vram.host_bytes > vram.host_budget_bytes {
+                    return Err(error);
+                }
+                self.vram = vram;
                 let now = self.vram.slots.iter().sum::<usize>();
                 self.notes.push(format!("another process has taken GPU memory: {now} slots for experts instead of {before}"));
                 Ok(())

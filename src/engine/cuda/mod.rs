@@ -163,6 +163,17 @@ struct Cache {
     values: Option<Buffer>,
 }
 
+impl Cache {
+    /// Bytes of a page of keys, and whether there are as many of values.
+    fn page(attn: &Attn, kind: Kind) -> (usize, bool) {
+        let (width, values) = match attn {
+            Attn::Gqa(a) => (a.kv_heads * a.head_dim, true),
+            Attn::Mla(a) => (a.kv_rank + a.rope, false),
+        };
+        (PAGE_TOKENS * width * if kind == Kind::F32 { 4 } else { 2 }, values)
+    }
+}
+
 /// Where the kernels find a batch.
 #[derive(Clone, Copy, Debug)]
 struct View {
@@ -259,14 +270,10 @@ impl Engine {
         let Residency { needs, vram, notes, .. } = residency;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
-        let element = if options.cache == Kind::F32 { 4 } else { 2 };
-        let pool = |width: usize| Buffer::new(&device, num_pages * PAGE_TOKENS * width * element);
-        let caches = spec.layers.iter().map(|layer| match &layer.attn {
-            Attn::Gqa(a) => {
-                let width = a.kv_heads * a.head_dim;
-                Ok(Cache { keys: pool(width)?, values: Some(pool(width)?) })
-            }
-            Attn::Mla(a) => Ok(Cache { keys: pool(a.kv_rank + a.rope)?, values: None }),
+        let caches = spec.layers.iter().map(|layer| {
+            let (bytes, values) = Cache::page(&layer.attn, options.cache);
+            let pool = || Buffer::new(&device, num_pages * bytes);
+            Ok(Cache { keys: pool()?, values: if values { Some(pool()?) } else { None } })
         });
         let caches = caches.collect::<Result<Vec<_>, CudaError>>()?;
         let work = Workspace::new(&device, &plan, &spec, PLANNED_TOK, DECODE_TOK)?;
@@ -660,20 +667,19 @@ impl Engine {
 
     /// Moves keys and values into a larger pool.
     fn grow_cache(&mut self, num_pages: usize) -> Result<(), EngineError> {
-        let before = self.pages.num_pages();
+        let more = (num_pages - self.pages.num_pages()) as u64;
         let largest = self.caches.iter().map(|c| c.keys.bytes()).max().unwrap_or(0) as u64;
         // While it moves, one layer's keys are there twice.
-        self.make_room((num_pages - before) as u64 * self.needs.page_bytes + largest)?;
+        self.make_room(more * self.needs.page_bytes + largest)?;
         self.device.synchronize()?;
         self.decode.forget_graphs();
         for layer in 0..self.caches.len() {
-            let larger = |old: &Buffer| old.bytes() / before * num_pages;
+            let bytes = num_pages * Cache::page(&self.spec.layers[layer].attn, self.cache_kind).0;
             loop {
                 let cache = &mut self.caches[layer];
-                let missing =
-                    [Some(&mut cache.keys), cache.values.as_mut()].into_iter().flatten().find(|b| b.bytes() < larger(b));
-                let Some(old) = missing else { break };
-                match Buffer::new(&self.device, larger(old)) {
+                let old = [Some(&mut cache.keys), cache.values.as_mut()].into_iter().flatten().find(|b| b.bytes() < bytes);
+                let Some(old) = old else { break };
+                match Buffer::new(&self.device, bytes) {
                     Ok(new) => {
                         self.device.copy(&new, old)?;
                         *old = new;

@@ -85,6 +85,11 @@ impl Traffic {
     pub fn link_bytes_s(&self) -> f64 {
         1e9 * self.bytes as f64 / self.stall_ns.max(1) as f64
     }
+
+    /// Bytes a second while waiting for the disk.
+    pub fn disk_bytes_s(&self) -> f64 {
+        1e9 * self.disk_bytes as f64 / self.disk_ns.max(1) as f64
+    }
 }
 
 impl std::ops::Add for Traffic {
@@ -218,7 +223,6 @@ impl Tiers {
         let plan = &residency.vram;
         let copies = layers.values().zip(&plan.host_slots).flat_map(|(r, &n)| std::iter::repeat_n(r.run_bytes, n));
         let runs = HostRuns::new(device, copies.collect(), residency.locked_limit)?;
-        let largest = layers.values().map(|r| r.run_bytes).max().unwrap_or(0);
         let mut host = HostSide { runs, layers: HashMap::new(), ahead: None, disk: Disk::default() };
         let cells = Buffer::new(device, STATS_AT + 8 * NUM_STATS)?;
         cells.clear()?;
@@ -255,7 +259,7 @@ impl Tiers {
             first_copy += plan.host_slots[i];
         }
         if let Backing::Files(cold) = &backing {
-            host.ahead = Some(Ahead::new(cold, rooms(device, largest)?));
+            host.ahead = Some(Ahead::new(cold, rooms(device, layers.values())?));
         }
         let most = layers.values().map(|r| r.num).max().unwrap_or(0);
         let tiers = Self {
@@ -325,8 +329,8 @@ impl Tiers {
                 }
             }
             let cold = Arc::new(Cold::new(vec![scratch.reader()?], pieces).map_err(threads)?);
-            let largest = self.layers.values().map(|s| s.runs.run_bytes).max().unwrap_or(0);
-            self.host.get_mut().ahead = Some(Ahead::new(&cold, rooms(&self.device, largest)?));
+            let rooms = rooms(&self.device, self.layers.values().map(|s| &s.runs))?;
+            self.host.get_mut().ahead = Some(Ahead::new(&cold, rooms));
             self.backing = Backing::Files(cold);
         }
         Ok(())
@@ -637,19 +641,26 @@ fn threads(error: impl std::fmt::Display) -> CudaError {
 }
 
 /// Memory that experts come from the disk into.
-fn rooms(device: &Arc<Device>, run_bytes: usize) -> Result<Vec<Staged>, CudaError> {
-    (0..num_rooms(run_bytes)).map(|_| Staged::new(device, run_bytes)).collect()
+fn rooms<'a>(device: &Arc<Device>, layers: impl Iterator<Item = &'a ExpertRuns>) -> Result<Vec<Staged>, CudaError> {
+    let (num, bytes) = staging(layers);
+    (0..num).map(|_| Staged::new(device, bytes)).collect()
 }
 
-/// Enough for the reads under way and the copies behind them, within a quarter of a gigabyte.
-fn num_rooms(run_bytes: usize) -> usize {
-    ((256 << 20) / run_bytes.max(1)).clamp(2, 16)
+/// Rooms that experts come from the disk into, and the bytes of each: enough for the reads under way and the copies behind them,
+/// but no more than a quarter of a gigabyte, or of a layer.
+fn staging<'a>(layers: impl Iterator<Item = &'a ExpertRuns>) -> (usize, usize) {
+    let (num, bytes) = layers.fold((0, 0), |(num, bytes), r| (r.num.max(num), r.run_bytes.max(bytes)));
+    (((256 << 20) / bytes.max(1)).min(16).min(num / 4).max(2), bytes)
 }
 
 /// Page-locked bytes that experts of these layers come from the disk through.
 pub(super) fn staging_bytes(layers: &[Layer]) -> u64 {
-    let largest = layers.iter().map(|l| l.slot_bytes).max().unwrap_or(0);
-    num_rooms(largest as usize) as u64 * largest
+    let (num, bytes) = staging(runs(layers).iter());
+    (num * bytes) as u64
+}
+
+fn runs(layers: &[Layer]) -> Vec<ExpertRuns> {
+    layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize }).collect()
 }
 
 /// Bytes of half a ring for these layers: the largest expert at least, no more than a layer.
@@ -659,7 +670,7 @@ fn half_ring_bytes<'a>(layers: impl Iterator<Item = &'a ExpertRuns>) -> usize {
 
 /// Bytes on the device beside the slots: the ring, and what rounding up the slots of each layer takes.
 pub(super) fn ring_bytes(layers: &[Layer]) -> u64 {
-    let runs: Vec<_> = layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize }).collect();
+    let runs = runs(layers);
     let rounded = runs.iter().filter(|r| r.num * r.run_bytes >= ALLOCATION_BYTES).count();
     (2 * half_ring_bytes(runs.iter()) + rounded * ALLOCATION_BYTES) as u64
 }

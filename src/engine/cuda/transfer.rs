@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Largest chunk asked for; drivers refuse single allocations long before memory is full.
 const CHUNK_BYTES: usize = 4 << 30;
 /// Smallest chunk worth having.
-const LEAST_CHUNK_BYTES: usize = 64 << 20;
+const LEAST_CHUNK_BYTES: usize = 1 << 20;
 /// Piece that one thread copies.
 const COPY_BYTES: usize = 1 << 20;
 
