@@ -2,8 +2,8 @@
 
 use super::{UserError, measure};
 use crate::artifact::hot::{self, HotError, HotExperts};
-use crate::cli::MemoryArgs;
-use crate::engine::cuda::{CudaError, Options};
+use crate::cli::{MemoryArgs, Numa};
+use crate::engine::cuda::{self, CudaError, Options};
 use crate::model::family::Family;
 use crate::model::spec::ModelSpec;
 use crate::report::{bytes, table};
@@ -18,6 +18,11 @@ pub(super) fn options(args: &MemoryArgs, dir: Option<&Path>, spec: &ModelSpec, f
     Ok(Options {
         budget_bytes: args.vram_budget.as_deref().map(measure::bytes).transpose()?,
         host_bytes: args.host_budget.as_deref().map(measure::bytes).transpose()?.unwrap_or(u64::MAX),
+        numa: match args.numa {
+            Numa::Off => cuda::Numa::Off,
+            Numa::Interleave => cuda::Numa::Interleave,
+            Numa::Bind => cuda::Numa::Bind,
+        },
         visits: visits.unwrap_or_default(),
         ..Options::default()
     })

@@ -222,7 +222,7 @@ mod tests {
         let path = dir.join("experts");
         let run = |r: usize| (0..100u8).map(move |i| i.wrapping_add(r as u8)).collect::<Vec<u8>>();
         let file: Vec<u8> = (0..num).flat_map(|r| [&run(r)[60..], &run(r)[..60]].concat()).collect();
-        std::fs::write(&path, file).unwrap();
+        std::io::Write::write_all(&mut std::fs::File::create(&path).unwrap(), &file).unwrap();
         let pieces = (0..num as u64).map(|r| vec![piece(0, 100 * r + 40, 60, 0), piece(0, 100 * r, 40, 60)]);
         Arc::new(Cold::new(vec![Reader::open(&path, Pages::Past).unwrap()], pieces.collect()).unwrap())
     }

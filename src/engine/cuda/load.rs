@@ -8,6 +8,7 @@ use super::device::{CudaError, Device, During};
 use super::launch;
 use super::launch::Width;
 use super::memory::{Buffer, Event, Pinned, aligned, gigabytes};
+use super::numa::Nodes;
 use super::plain::{Kind, Matrix, Plain};
 use super::slots::{Backing, ExpertRuns, Tiers};
 use crate::artifact::weights::{Data, Weight, Weights};
@@ -277,6 +278,8 @@ pub(super) struct Residency {
     pub link_limit: Option<f64>,
     /// Page-locked bytes beyond which a system is imitated that refuses more.
     pub locked_limit: Option<u64>,
+    /// Where in the host's memory copies lie; `None`: wherever the driver has them.
+    pub nodes: Option<Nodes>,
     /// Whether experts that are read from the disk stay in the system's cache of pages too.
     pub pages: Pages,
     /// What did not go as planned.
@@ -398,10 +401,21 @@ impl Store {
                     store.push(&mut stager, id, place.data_at, &bytes)?;
                 }
             }
+            store.forget(weights, id);
             on(weight.stored_bytes() as u64);
         }
         stager.finish()?;
         Ok(store.with_tables(device, weights.spec())?)
+    }
+
+    /// Lets the system forget what has a copy in host memory, so that it is not there twice.
+    fn forget(&self, weights: &Weights, id: TensorId) {
+        if let (Experts::Tiered(tiers), Some(layer), Some(expert)) = (&self.experts, id.layer, id.expert)
+            && tiers.copy(layer.0, expert.0).is_some()
+        {
+            let spans = weights.spans(id).into_iter().flatten();
+            spans.for_each(|(shard, range)| weights.checkpoint().shards()[shard].forget(range));
+        }
     }
 
     /// Fills a layout with random codes of a fitting scale and unit gains, on the device.

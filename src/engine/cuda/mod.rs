@@ -19,6 +19,7 @@ mod load;
 pub mod measure;
 mod memory;
 pub mod module;
+mod numa;
 mod pages;
 mod plain;
 pub mod routing;
@@ -29,6 +30,7 @@ mod workspace;
 
 pub use device::{CudaError, Device, Properties};
 pub use load::LoadError;
+pub use numa::Numa;
 pub use pages::PAGE_TOKENS;
 pub use plain::Kind;
 
@@ -49,6 +51,7 @@ use launch::DECODE_TOK;
 use load::{Layout, Residency, Store};
 use memory::{Buffer, aligned};
 use module::{Module, PROGRAMS};
+use numa::Nodes;
 use pages::PageTable;
 use plain::Plain;
 use routing::Routing;
@@ -80,6 +83,8 @@ pub struct Options {
     /// Most bytes of page-locked host memory for experts; where that is too little for a copy of all, some slots never change hands
     /// and need none, or experts are read from the disk.
     pub host_bytes: u64,
+    /// Which part of the host's memory they lie in.
+    pub numa: Numa,
     /// Page-locked bytes beyond which a system is imitated that refuses more.
     pub locked_limit: Option<u64>,
     /// How often a profile saw each expert used, `[layers with routers][E]`; empty without one.
@@ -114,6 +119,7 @@ impl Default for Options {
             index: 0,
             budget_bytes: None,
             host_bytes: u64::MAX,
+            numa: Numa::Off,
             locked_limit: None,
             visits: Vec::new(),
             expert_slots: None,
@@ -723,6 +729,11 @@ impl Start {
             let (needed_bytes, had_bytes) = (vram.smallest_host_bytes, vram.host_budget_bytes);
             return Err(CudaError::PageLocked { needed_bytes, had_bytes, error: "no more is allowed".into() });
         }
+        let mut notes = Vec::new();
+        let nodes = Nodes::new(options.numa, &device.properties().bus_id).unwrap_or_else(|error| {
+            notes.push(format!("--numa has no effect, the system does not allow it: {error}"));
+            None
+        });
         let residency = Residency {
             needs,
             tiered: options.expert_slots.is_some() || vram.offloaded_bytes > 0,
@@ -730,8 +741,9 @@ impl Start {
             policy: options.policy,
             link_limit: options.link_limit,
             locked_limit: options.locked_limit,
+            nodes,
             pages: Pages::Past,
-            notes: Vec::new(),
+            notes,
         };
         let module = Module::load(&device, &PROGRAMS[0])?;
         let plain = Plain::load(&module)?;

@@ -222,7 +222,7 @@ impl Tiers {
         }
         let plan = &residency.vram;
         let copies = layers.values().zip(&plan.host_slots).flat_map(|(r, &n)| std::iter::repeat_n(r.run_bytes, n));
-        let runs = HostRuns::new(device, copies.collect(), residency.locked_limit)?;
+        let runs = HostRuns::new(device, copies.collect(), residency.nodes.as_ref(), residency.locked_limit)?;
         let mut host = HostSide { runs, layers: HashMap::new(), ahead: None, disk: Disk::default() };
         let cells = Buffer::new(device, STATS_AT + 8 * NUM_STATS)?;
         cells.clear()?;

@@ -7,6 +7,7 @@
 use super::cold::Room;
 use super::device::{CudaError, Device, During};
 use super::memory::{Buffer, Event, Mapped, Pinned};
+use super::numa::Nodes;
 use cudarc::driver::{result, sys};
 use rayon::prelude::*;
 use std::cell::Cell;
@@ -30,13 +31,18 @@ pub(super) struct HostRuns {
 impl HostRuns {
     /// Makes room for runs of so many bytes, in chunks that halve whenever one is refused; of a system that locks no more than
     /// `limit_bytes`, if given.
-    pub fn new(device: &Arc<Device>, runs: Vec<usize>, limit_bytes: Option<u64>) -> Result<Self, CudaError> {
+    pub fn new(
+        device: &Arc<Device>,
+        runs: Vec<usize>,
+        nodes: Option<&Nodes>,
+        limit_bytes: Option<u64>,
+    ) -> Result<Self, CudaError> {
         let mut left = limit_bytes.unwrap_or(u64::MAX);
         let mut allocate = |bytes: usize| {
             left = left
                 .checked_sub(bytes as u64)
                 .ok_or_else(|| CudaError::Driver { what: "allocate page-locked memory", error: "a limit is imitated".into() })?;
-            Mapped::new(device, bytes)
+            Mapped::new(device, bytes, nodes)
         };
         let (chunks, places) = in_chunks(&runs, &mut allocate).map_err(|(had, error)| {
             let needed_bytes = runs.iter().sum::<usize>() as u64;
