@@ -302,6 +302,60 @@ fn pages_take_the_place_of_experts() {
     assert!(notes.iter().any(|n| n.contains("slots instead of")), "{notes:?}");
 }
 
+/// Takes what is left of the GPU's memory until it is dropped, as another process would.
+struct Ballast(Vec<u64>);
+
+impl Ballast {
+    fn all(engine: &Engine) -> Self {
+        engine.device().memory().unwrap();
+        let mut taken = Vec::new();
+        let mut bytes: usize = 1 << 36;
+        while bytes >= 1 << 16 {
+            // SAFETY: the context of the engine's device is current to this thread since it was asked for its memory.
+            match unsafe { cudarc::driver::result::malloc_sync(bytes) } {
+                Ok(at) => taken.push(at),
+                Err(_) => bytes /= 2,
+            }
+        }
+        Self(taken)
+    }
+}
+
+impl Drop for Ballast {
+    fn drop(&mut self) {
+        for at in self.0.drain(..) {
+            // SAFETY: allocated above, freed once.
+            unsafe { cudarc::driver::result::free_sync(at).unwrap() }
+        }
+    }
+}
+
+/// All memory is taken by someone else once the model is loaded: pages still come, out of slots, and a pass that needs more than
+/// all slots together is refused and leaves a working engine.
+#[test]
+fn a_full_gpu_costs_slots_or_is_said() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let spec = shape(128, 8, 1024, 512);
+    let (expected, whole) = run_long(random(&spec, Options::default()));
+    let total = whole.vram().total_bytes;
+    drop(whole);
+    let few = |slots| Options { expert_slots: Some(slots), cache_tok: 1, budget_bytes: Some(2 * total), ..Options::default() };
+    let mut engine = random(&spec, few(96));
+    let ballast = Ballast::all(&engine);
+    let mut pass = Batch::default();
+    (0..16).for_each(|s| pass.push(SeqId(100 + s), 0, &vec![1; 1000], Rows::All, 1024));
+    let error = engine.pass(&pass).unwrap_err();
+    assert!(matches!(error, EngineError::Cuda(CudaError::Memory { .. }) | EngineError::CacheFull { .. }), "{error}");
+    (0..16).for_each(|s| engine.release(SeqId(100 + s)));
+    let (found, mut engine) = run_long(engine);
+    println!("{:?}, {:?}", engine.take_notes(), engine.tiers().unwrap().slots());
+    assert!(found == expected && engine.vram().cache_tok >= 2160);
+    drop(ballast);
+}
+
 /// Page-locked memory of which a system gives less than planned: the rest is done without, and said.
 #[test]
 fn refused_page_locked_memory_costs_time_only() {
@@ -376,14 +430,18 @@ fn slots_hold_what_the_rule_says() {
     let _one = one();
     let spec = many(64, 8);
     for policy in [Policy::Static, Policy::Lru, Policy::Lfu, Policy::Lrfu { shift: 2 }, Policy::Lrfu { shift: 6 }] {
-        follows_the_rule(&spec, policy);
+        follows_the_rule(&spec, policy, u64::MAX);
     }
+    let all = random(&spec, Options { expert_slots: Some(20), ..Options::default() }).vram().host_bytes;
+    follows_the_rule(&spec, Policy::Lrfu { shift: 3 }, all * 9 / 10);
 }
 
-fn follows_the_rule(spec: &ModelSpec, policy: Policy) {
-    let mut engine = random(spec, Options { expert_slots: Some(20), policy: Some(policy), ..Options::default() });
+fn follows_the_rule(spec: &ModelSpec, policy: Policy, host_bytes: u64) {
+    let mut engine = random(spec, Options { expert_slots: Some(20), policy: Some(policy), host_bytes, ..Options::default() });
     let layer = Layer { experts: 64, top_k: 8, slot_bytes: 0, visits: Vec::new() };
-    let mut twins: Vec<Twin> = spec.layers.iter().map(|_| Twin::new(policy, &layer, 20)).collect();
+    let permanent = engine.vram().permanent.clone();
+    assert_eq!(permanent.iter().any(|&p| p > 0), host_bytes < u64::MAX);
+    let mut twins: Vec<Twin> = permanent.iter().map(|&p| Twin::new(policy, &layer, 20).permanent(p)).collect();
     let mut moved = 0;
     for step in 0..40u32 {
         let mut batch = Batch::default();

@@ -404,7 +404,6 @@ impl Engine {
 
     /// Checks a batch against vocabulary and caches, and makes room for its keys.
     fn admit(&mut self, batch: &Batch) -> Result<(), EngineError> {
-        self.tiers().map_or(Ok(()), Tiers::check)?;
         let vocab = self.spec.vocab;
         if let Some((index, &token)) = batch.tokens.iter().enumerate().find(|&(_, &t)| t as usize >= vocab) {
             return Err(EngineError::Token { token, index, vocab });
@@ -656,6 +655,7 @@ impl Engine {
 
     /// Makes room for `len` tokens of a sequence; slots of experts become pages where the pool has too few.
     pub(super) fn reserve(&mut self, seq: SeqId, len: usize) -> Result<(), EngineError> {
+        self.tiers().map_or(Ok(()), Tiers::check)?;
         if self.pages.reserve(seq, len) {
             return Ok(());
         }

@@ -783,6 +783,17 @@ mod tests {
         }
     }
 
+    /// What is permanent stays whatever is chosen, what is elsewhere takes no slot, and an empty slot goes first. Counted by hand.
+    #[test]
+    fn slots_may_be_permanent_or_empty() {
+        let layer = Layer { experts: 6, top_k: 2, slot_bytes: 1, visits: Vec::new() };
+        let mut twin = Twin::new(Policy::Lru, &layer, 3).permanent(1);
+        assert_eq!((twin.step(&[4, 5]), twin.owner()), (2, &[0, 5, 4][..]));
+        assert_eq!((twin.step(&[1, 2, 3]), twin.owner()), (3, &[0, 1, 2][..]));
+        twin.owner[2] = NOBODY;
+        assert_eq!(twin.step_beside(&[3, 4], |e| e == 4), (1, vec![(2, 3)]));
+    }
+
     /// Every expert is in one wave, and none has more missing ones than fit.
     #[test]
     fn waves_cover_all_experts() {
