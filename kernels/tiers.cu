@@ -3,8 +3,8 @@
 // A layer's experts are runs of `run_bytes` in page-locked host memory, mapped; S of them are also in slots on the device. The worth
 // of an expert is its score, then the step of its last visit, then its index (lower is worth more). In a step with the set R of
 // chosen experts, scores decay by s - ceil(s / 2^shift), those of R rise and R is visited; then the missing experts, in order of
-// index, take the slots of the least worthy residents outside R, in order of worth. What finds no slot is read over the link by the
-// products themselves.
+// index, take the slots of the least worthy residents outside R that are not permanent, in order of worth. What finds no slot is read
+// over the link by the products themselves. An expert without a copy in host memory has an address there at which nothing lies.
 //
 // table [E][6] and matrices [E][3] hold addresses of either place and follow every move. `ready` is the router's list in another order:
 // experts that are there, those that are read over the link, those that move. It is there once *num_slots, which the router left below
@@ -39,6 +39,7 @@ struct FetchArgs {
   u64* stats;              // [7]
   u64 slots;               // address of the first slot
   int num_pairs, E, S;
+  int permanent;        // slots whose experts never leave, the first
   int run_bytes;
   int late, late_end;      // bytes of a run that only the second half reads
   int shift;               // 0: no decay
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __gri
   u32 *chosen_sh = (u32*)(slot_worth_sh + a.S), *missing_sh = chosen_sh + words;
   u16 *owner_sh = (u16*)(missing_sh + words), *order_sh = owner_sh + a.S;  // slots, least worthy first
   u16 *expert_sh = order_sh + a.S, *slot_sh = expert_sh + a.S;        // of each move
+  __shared__ int idle_sh;  // permanent slots whose experts are not chosen
   const u32 now = *a.now + 1;
   const int turn = *a.turn & 1;
 #pragma unroll 1
@@ -99,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __gri
   for (int s = threadIdx.x; s < a.S; s += THREADS) owner_sh[s] = (u16)a.owner[s];
 #pragma unroll 1
   for (int w = threadIdx.x; w < words; w += THREADS) chosen_sh[w] = 0, missing_sh[w] = 0xffffffffu;
+  if (threadIdx.x == 0) idle_sh = 0;
   __syncthreads();
   if (blockIdx.x != 0 && threadIdx.x == 0) add_release(a.counter, 1);
 #pragma unroll 1
@@ -129,7 +132,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __gri
 #pragma unroll 1
   for (int w = threadIdx.x; w < words; w += THREADS) missing_sh[w] &= chosen_sh[w];
   __syncthreads();
-  const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), there = chosen - missing, moves = min_int(missing, a.S - there);
+#pragma unroll 1
+  for (int s = threadIdx.x; s < a.permanent; s += THREADS)
+    if (!has(chosen_sh, owner_sh[s])) atomicAdd(&idle_sh, 1);
+  __syncthreads();
+  const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), there = chosen - missing, moves = min_int(missing, a.S - there - idle_sh);
   if (moves > 0) {
 #pragma unroll 1
     for (int e = threadIdx.x; e < a.E; e += THREADS) {
@@ -141,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __gri
 #pragma unroll 1
       for (int base = 0, found = 0; found < moves; base += 32) {
         const int s = base + lane < a.S ? order_sh[base + lane] : 0;
-        const u32 free = __ballot_sync(0xffffffffu, base + lane < a.S && !has(chosen_sh, owner_sh[s]));
+        const u32 free = __ballot_sync(0xffffffffu, base + lane < a.S && s >= a.permanent && !has(chosen_sh, owner_sh[s]));
         const int rank = found + __popc(free & ((1u << lane) - 1));
         if ((free >> lane & 1) && rank < moves) slot_sh[rank] = (u16)s;
         found += __popc(free);
@@ -240,6 +247,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __gri
   const u64 busy = global_time() - start;
   a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves, a.stats[BYTES] += (u64)missing * a.run_bytes;
   a.stats[BUSY_NS] += busy, a.stats[STALL_NS] += a.waited ? stall : busy, a.stats[LAUNCHES] += 1;
+}
+
+// The host gave some experts a copy in its memory, or took it: their addresses follow, and those of the list. Once an expert a launch.
+// One block, 256 threads.
+struct PlaceArgs {
+  const u64* moves;  // [num_moves][3]: expert, address of its copy from now on, whether it is in a slot
+  u64* host;         // [E]
+  u64* table;        // [E][6]
+  u64* matrices;     // [E][3] of five words
+  ExpertSlot* list;  // or null
+  const int* num_slots;
+  int num_moves;
+};
+extern "C" __global__ void __launch_bounds__(256) tiers_place(const __grid_constant__ PlaceArgs a) {
+  dependency_wait();
+  dependents_launch();
+  for (int m = threadIdx.x; m < a.num_moves; m += blockDim.x) {
+    const u64 e = a.moves[m * 3], from = a.host[e], to = a.moves[m * 3 + 1];
+    a.host[e] = to;
+    if (a.moves[m * 3 + 2]) continue;
+    for (int i = 0; i < 6; i++) {
+      move_address(a.table + e * 6 + i, from, to);
+      move_address(a.matrices + (e * 3 + i / 2) * 5 + i % 2, from, to);
+    }
+  }
+  __syncthreads();
+  const int num = a.list ? abs(*a.num_slots) : 0;  // below zero: `tiers_fetch` follows
+  for (int i = threadIdx.x; i < num * 6; i += blockDim.x) {
+    const int slot = i / 6, p = i % 6;
+    ((u64*)(a.list + slot))[p] = a.table[(size_t)a.list[slot].expert * 6 + p];
+  }
 }
 
 // Choices that were made beforehand take the place of the router's, for measuring shapes whose weights are random: ids of the step

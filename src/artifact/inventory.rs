@@ -13,6 +13,7 @@ use crate::model::structure::{self, Aside, Logical, Place};
 use crate::quant::format::{Format, Packed, Zero};
 use crate::tensor::Dtype;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::path::Path;
 
 /// A model directory whose tensors are identified.
@@ -212,6 +213,25 @@ impl Inventory {
             }
         };
         Some(weight)
+    }
+
+    /// Where the bytes of a weight lie whose stored bits are those of its floats, or its codes and then its scales: the shard and
+    /// the range of its file. `None` for what has to be decoded.
+    pub fn spans(&self, id: TensorId) -> Option<Vec<(usize, Range<usize>)>> {
+        let span = |name: &str| self.checkpoint.entry(name).map(|e| (e.shard, e.range.clone()));
+        match self.stored.get(&id)? {
+            Stored::Plain { name } => Some(vec![span(name)?]),
+            Stored::Slice { fused } => {
+                let entry = self.checkpoint.entry(&fused.tensor)?;
+                let row_bytes = entry.dtype.bytes(fused.shape[2]);
+                let start = entry.range.start + fused.first_row * row_bytes;
+                Some(vec![(entry.shard, start..start + fused.rows * row_bytes)])
+            }
+            Stored::Packed { module, .. } => {
+                Some(vec![span(&format!("{module}.weight_packed"))?, span(&format!("{module}.weight_scale"))?])
+            }
+            Stored::Gather { .. } | Stored::Mxfp4 { .. } | Stored::Fp8 { .. } => None,
+        }
     }
 
     /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.

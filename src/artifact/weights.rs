@@ -16,7 +16,7 @@ use crate::model::structure::{Aside, StructureError};
 use crate::quant::format::{Bits, Format, Group, Packed, Zero};
 use crate::tensor::{Dtype, TensorView};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -378,6 +378,11 @@ impl Weights {
             return Some(weight);
         }
         self.inventory.get(id)
+    }
+
+    /// Where the bytes of a weight lie, as [`Inventory::spans`] has it; `None` too for what was taken from elsewhere.
+    pub fn spans(&self, id: TensorId) -> Option<Vec<(usize, Range<usize>)>> {
+        if self.patches.iter().any(|p| p.get(id).is_some()) { None } else { self.inventory.spans(id) }
     }
 
     /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.

@@ -54,6 +54,8 @@ pub struct Shard {
     /// Size of the file.
     pub bytes: u64,
     map: Mmap,
+    #[cfg(target_os = "linux")]
+    file: File,
 }
 
 /// First component of a tensor's name: files of one model share it.
@@ -177,14 +179,7 @@ impl Checkpoint {
     pub fn release(&self, name: &str) {
         #[cfg(unix)]
         if let Some((shard, range)) = self.place(name) {
-            let page = rustix::param::page_size();
-            let (begin, end) = (range.start.next_multiple_of(page), range.end / page * page);
-            if begin < end {
-                // SAFETY: the map is read-only and backed by a file, so that a dropped page comes back with the same bytes,
-                // and views borrowed from it stay valid.
-                let advised = unsafe { shard.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, begin, end - begin) };
-                advised.ok();
-            }
+            shard.release(range);
         }
         #[cfg(not(unix))]
         let _ = name;
@@ -222,6 +217,40 @@ impl Shard {
         if map.len() as u64 != bytes {
             return Err(CheckpointError::SizeChanged { path, before: bytes, after: map.len() as u64 });
         }
-        Ok((Shard { path, bytes, map }, tensors))
+        let shard = Shard {
+            path,
+            bytes,
+            map,
+            #[cfg(target_os = "linux")]
+            file,
+        };
+        Ok((shard, tensors))
+    }
+
+    /// Lets the system drop the pages lying wholly inside this range of the file, those that it keeps for other readers too.
+    /// Best effort, and nothing at all where the system is not Linux.
+    pub fn forget(&self, range: Range<usize>) {
+        #[cfg(target_os = "linux")]
+        {
+            self.release(range.clone());
+            let len = std::num::NonZeroU64::new(range.len() as u64);
+            if len.is_some() {
+                rustix::fs::fadvise(&self.file, range.start as u64, len, rustix::fs::Advice::DontNeed).ok();
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = range;
+    }
+
+    #[cfg(unix)]
+    fn release(&self, range: Range<usize>) {
+        let page = rustix::param::page_size();
+        let (begin, end) = (range.start.next_multiple_of(page), range.end / page * page);
+        if begin < end {
+            // SAFETY: the map is read-only and backed by a file, so that a dropped page comes back with the same bytes, and views
+            // borrowed from it stay valid.
+            let advised = unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, begin, end - begin) };
+            advised.ok();
+        }
     }
 }

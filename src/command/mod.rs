@@ -208,10 +208,11 @@ fn open_cuda(weights: Arc<Weights>, options: cuda::Options, batch: usize, out: O
             "{with_zeros} matrices have zero points: plain kernels run their blocks, which is several times slower"
         ));
     }
-    let engine = cuda::Engine::open(weights, options, &mut planned, &mut |n| {
+    let mut engine = cuda::Engine::open(weights, options, &mut planned, &mut |n| {
         bar.get().iter().for_each(|b| b.advance(n));
     })?;
     bar.get().iter().for_each(|b| b.finish());
+    engine.take_notes().iter().for_each(|note| out.note(note));
     Ok(engine.into())
 }
 

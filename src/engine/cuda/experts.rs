@@ -89,7 +89,7 @@ impl Engine {
         let slots = (num_tok * top_k).min(router.experts);
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
         let tiers = self.store.tiers().filter(|t| t.lacks(layer));
-        let waves = tiers.filter(|_| !decode && num_tok > 1).map(|t| t.waves(layer, num_tok * top_k));
+        let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode));
         let waves = waves.transpose()?.flatten();
         let fetches = tiers.filter(|_| waves.is_none());
         let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok, fetches.is_some())?;

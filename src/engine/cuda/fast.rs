@@ -253,12 +253,23 @@ structs! {
         num_pairs: i32,
         e: i32,
         s: i32,
+        permanent: i32,
         run_bytes: i32,
         late: i32,
         late_end: i32,
         shift: i32,
         rise: i32,
         ns_per_byte: f32,
+    }
+    /// Copies in host memory that came or went.
+    PlaceArgs in "tiers.cu" {
+        moves: u64,
+        host: u64,
+        table: u64,
+        matrices: u64,
+        list: u64,
+        num_slots: u64,
+        num_moves: i32,
     }
     /// A wave of experts through the ring.
     WaveArgs in "tiers.cu" {
@@ -480,7 +491,7 @@ fn names(program: &Source) -> Vec<String> {
             let planes = [4, 8, 16].into_iter().flat_map(|bits| ["w", "k"].map(|order| format!("planes_{order}{bits}")));
             planes.chain(["moe_combine", "add_gated", "argmax_rows"].map(String::from)).collect()
         }
-        "tiers.cu" => ["tiers_fetch", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "tiers.cu" => ["tiers_fetch", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
