@@ -54,8 +54,6 @@ pub struct Shard {
     /// Size of the file.
     pub bytes: u64,
     map: Mmap,
-    #[cfg(target_os = "linux")]
-    file: File,
 }
 
 /// First component of a tensor's name: files of one model share it.
@@ -217,14 +215,7 @@ impl Shard {
         if map.len() as u64 != bytes {
             return Err(CheckpointError::SizeChanged { path, before: bytes, after: map.len() as u64 });
         }
-        let shard = Shard {
-            path,
-            bytes,
-            map,
-            #[cfg(target_os = "linux")]
-            file,
-        };
-        Ok((shard, tensors))
+        Ok((Shard { path, bytes, map }, tensors))
     }
 
     /// Lets the system drop the pages lying wholly inside this range of the file, those that it keeps for other readers too.
@@ -233,9 +224,8 @@ impl Shard {
         #[cfg(target_os = "linux")]
         {
             self.release(range.clone());
-            let len = std::num::NonZeroU64::new(range.len() as u64);
-            if len.is_some() {
-                rustix::fs::fadvise(&self.file, range.start as u64, len, rustix::fs::Advice::DontNeed).ok();
+            if let (Some(len), Ok(file)) = (std::num::NonZeroU64::new(range.len() as u64), File::open(&self.path)) {
+                rustix::fs::fadvise(&file, range.start as u64, Some(len), rustix::fs::Advice::DontNeed).ok();
             }
         }
         #[cfg(not(target_os = "linux"))]

@@ -107,11 +107,14 @@ pub(super) trait Room: Send + 'static {
     fn wait(&self);
 }
 
+/// A room, and whether its run came.
+type Filled<R> = (R, Result<(), ReadError>);
+
 /// Rooms that are filled with the runs that will be asked for, in the order in which they will be.
 pub(super) struct Ahead<R> {
     cold: Arc<Cold>,
     idle: VecDeque<R>,
-    flying: VecDeque<(usize, Receiver<(R, Result<(), ReadError>)>)>,
+    flying: VecDeque<(usize, Receiver<Filled<R>>)>,
     queue: VecDeque<usize>,
 }
 
@@ -262,7 +265,7 @@ mod tests {
 
     impl ReadAt for Faulty {
         fn read_at(&self, dst: &mut [u8], at: u64) -> io::Result<usize> {
-            if at >= 300 && at < 400 { Err(io::Error::other("the disk is gone")) } else { Ok(dst.len()) }
+            if (300..400).contains(&at) { Err(io::Error::other("the disk is gone")) } else { Ok(dst.len()) }
         }
     }
 

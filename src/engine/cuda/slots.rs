@@ -201,6 +201,9 @@ pub(super) enum Backing {
     Filling(Scratch),
 }
 
+/// What the kernel takes that tells which copies came or went, and whether those that were to come did.
+type Brought = (PlaceArgs, Result<(), ReadError>);
+
 /// Experts in slots on the device, in host memory, and on the disk.
 pub struct Tiers {
     device: Arc<Device>,
@@ -455,7 +458,7 @@ impl Tiers {
         list: (u64, u64),
         table: u64,
         matrices: u64,
-    ) -> Result<Option<(PlaceArgs, Result<(), ReadError>)>, CudaError> {
+    ) -> Result<Option<Brought>, CudaError> {
         let (Backing::Files(cold), Some(state)) = (&self.backing, self.layers.get(&layer)) else { return Ok(None) };
         let mut in_slot = vec![false; state.runs.num];
         self.residents(layer)?.into_iter().for_each(|e| in_slot[e as usize] = true);
