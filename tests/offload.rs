@@ -187,7 +187,7 @@ fn prompts_are_the_same_in_several_waves() {
 /// from the model's files or from a file of their own, then none. Exact; fails if an address is left behind where a copy was, if
 /// what a prompt reads ahead is taken for another expert, or if a permanent resident leaves its slot.
 fn same_with_little_host_memory(open: &dyn Fn(Options) -> Engine, slots: usize, kernels: Kernels) {
-    let options = Options { kernels, expert_slots: Some(slots), ..Options::default() };
+    let options = Options { kernels, expert_slots: Some(slots), from_disk: true, ..Options::default() };
     let (expected, roomy) = run(open(Options { expert_slots: None, ..options.clone() }));
     drop(roomy);
     let plan = open(options.clone()).vram().clone();
@@ -235,9 +235,10 @@ fn slots_may_come_and_go_while_a_model_runs() {
     let spec = many(64, 8);
     let (expected, whole) = run(random(&spec, Options::default()));
     drop(whole);
-    let plan = random(&spec, Options { expert_slots: Some(20), ..Options::default() }).vram().clone();
+    let options = Options { expert_slots: Some(20), from_disk: true, ..Options::default() };
+    let plan = random(&spec, options.clone()).vram().clone();
     for host_bytes in [plan.host_bytes, plan.host_bytes * 9 / 10, plan.smallest_host_bytes] {
-        let engine = random(&spec, Options { expert_slots: Some(20), host_bytes, ..Options::default() });
+        let engine = random(&spec, Options { host_bytes, ..options.clone() });
         let mut wanted = [8, 40, 1, 63, 64, 20, 12].into_iter().cycle();
         let mut change = |engine: &mut Engine| {
             let slots = wanted.next().unwrap();
@@ -365,7 +366,7 @@ fn refused_page_locked_memory_costs_time_only() {
     let _one = one();
     let (expected, whole) = run(tiny(Options::default()));
     drop(whole);
-    let options = Options { expert_slots: Some(4), ..Options::default() };
+    let options = Options { expert_slots: Some(4), from_disk: true, ..Options::default() };
     let plan = tiny(options.clone()).vram().clone();
     for share in [90, 75, 60] {
         let locked_limit = Some(plan.host_bytes * share / 100);
@@ -390,7 +391,7 @@ fn a_model_that_is_deleted_or_cut_short_gives_no_wrong_token() {
     let _one = one();
     let (expected, whole) = run(tiny(Options::default()));
     drop(whole);
-    let options = Options { expert_slots: Some(2), ..Options::default() };
+    let options = Options { expert_slots: Some(2), from_disk: true, ..Options::default() };
     let least = tiny(options.clone()).vram().smallest_host_bytes;
     let copied = || {
         let dir = tempfile::tempdir().unwrap();

@@ -10,7 +10,7 @@ pub struct MemoryArgs {
     #[arg(long, value_name = "SIZE")]
     pub vram_budget: Option<String>,
     /// Most page-locked host memory for the experts, e.g. 48GiB. With less than all of them take, those that stay in GPU memory for
-    /// good have no copy there, and if need be some are read from the disk (default: enough for all).
+    /// good have no copy there (default: enough for all).
     #[arg(long, value_name = "SIZE")]
     pub host_budget: Option<String>,
     /// Which part of the host's memory holds the experts, where each processor has a part of its own.

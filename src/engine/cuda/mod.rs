@@ -81,8 +81,11 @@ pub struct Options {
     /// Most bytes of its memory to use, the driver's own included; `None`: all that is free.
     pub budget_bytes: Option<u64>,
     /// Most bytes of page-locked host memory for experts; where that is too little for a copy of all, some slots never change hands
-    /// and need none, or experts are read from the disk.
+    /// and need none.
     pub host_bytes: u64,
+    /// Whether experts may lie on the disk alone, where that is too little still. No command asks for it: on the one card tried, the
+    /// same model gave other tokens so than with copies in host memory, and the cause is not known.
+    pub from_disk: bool,
     /// Which part of the host's memory they lie in.
     pub numa: Numa,
     /// Page-locked bytes beyond which a system is imitated that refuses more.
@@ -119,6 +122,7 @@ impl Default for Options {
             index: 0,
             budget_bytes: None,
             host_bytes: u64::MAX,
+            from_disk: false,
             numa: Numa::Off,
             locked_limit: None,
             visits: Vec::new(),
