@@ -104,9 +104,11 @@ fn num_experts(spec: &ModelSpec, layer: LayerId) -> usize {
     }
 }
 
-/// Runs the steps of `block` that the stage allows on a batch whose residual is loaded, and adds what it watches to `found`.
+/// Runs the steps of `block` that the stage allows on a batch whose residual is loaded, and adds what it watches to `found`; `source`
+/// runs them on its own residual, and tells what the inputs should have been.
 pub(super) fn gather(
     engine: &mut Engine,
+    mut source: Option<&mut Engine>,
     block: &Range<usize>,
     stage: &Stage,
     batch: &Batch,
@@ -119,25 +121,44 @@ pub(super) fn gather(
         for ((_, slot, _), gathered) in stage.watched.iter().zip(watched.iter_mut()).filter(|((at, ..), _)| *at == i) {
             debug_assert_eq!(engine.slot(*slot).len() % num_tok, 0);
             gathered.moments.add(engine.slot(*slot));
+            if let Some(source) = &source {
+                gathered.moments.add_drift(source.slot(*slot), engine.slot(*slot));
+                // What goes to the residual stream can pay what is missing there.
+                if let Step::Linear { dst: Slot::Block, .. } = engine.plan().steps[block.start + i] {
+                    gathered.moments.add_debt(&missing(engine, source), engine.slot(*slot));
+                }
+            }
         }
         if *runs {
             engine.run(block.start + i..block.start + i + 1, batch, &mut |event| {
                 let Event::Routed { experts, gates, .. } = event;
                 routed = (experts.to_vec(), gates.to_vec());
             })?;
+            if let Some(source) = &mut source {
+                source.run(block.start + i..block.start + i + 1, batch, &mut |_| ())?;
+            }
         }
     }
     if let Some(work) = &stage.experts {
         let each = usize::from(work.inputs) + usize::from(work.inner);
         let jobs = of_experts.par_chunks_mut(each).zip(&work.experts);
-        jobs.try_for_each(|(sums, &e)| expert(engine, work, e, &routed, num_tok, sums))?;
+        let source = source.as_deref().map(|s| (s, missing(engine, s)));
+        let source = source.as_ref().map(|(s, m)| (*s, &m[..]));
+        jobs.try_for_each(|(sums, &e)| expert(engine, source, work, e, &routed, num_tok, sums))?;
     }
     Ok(())
+}
+
+/// What the residual stream lacks to be the source's, `[T, D]`, in units of what blocks add to it.
+fn missing(engine: &Engine, source: &Engine) -> Vec<f32> {
+    let scale = engine.weights().spec().residual_scale;
+    source.slot(Slot::Residual).iter().zip(engine.slot(Slot::Residual)).map(|(s, x)| (s - x) / scale).collect()
 }
 
 /// Adds what one expert of a batch sees.
 fn expert(
     engine: &Engine,
+    source: Option<(&Engine, &[f32])>,
     work: &ExpertWork,
     expert: ExpertId,
     (chosen, gates): &(Vec<u32>, Vec<f32>),
@@ -155,7 +176,11 @@ fn expert(
     let width = src.len() / num_tok.max(1);
     let last = sums.len() - 1;
     for visits in visits.chunks(experts::VISITS) {
-        let mut x: Vec<f32> = visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect();
+        let rows = |src: &[f32]| -> Vec<f32> {
+            visits.iter().flat_map(|&(t, _)| src[t * width..(t + 1) * width].iter().copied()).collect()
+        };
+        let mut x = rows(src);
+        let mut made_for = source.map(|(s, _)| rows(s.slot(work.src)));
         let weigh = |x: &mut [f32], width: usize| {
             for (row, (_, gate)) in x.chunks_exact_mut(width).zip(visits) {
                 row.iter_mut().for_each(|v| *v *= gate);
@@ -165,10 +190,28 @@ fn expert(
             let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
             weigh(&mut inner, work.width);
             sums[last].moments.add(&inner);
+            if let (Some((source, missing)), Some(made_for)) = (source, &made_for) {
+                let mut made_for = experts::inner(source.weights(), work.layer, expert, made_for, work.width)?;
+                weigh(&mut made_for, work.width);
+                sums[last].moments.add_drift(&made_for, &inner);
+                if !work.pooled {
+                    // Outputs are added times their gates: if every expert of a token gave what is missing, by their sum.
+                    let mut missing = rows(missing);
+                    for (row, &(t, gate)) in missing.chunks_exact_mut(width).zip(visits) {
+                        let all: f32 = gates[t * top_k..(t + 1) * top_k].iter().sum();
+                        row.iter_mut().for_each(|v| *v *= gate / all.max(f32::MIN_POSITIVE));
+                    }
+                    sums[last].moments.add_debt(&missing, &inner);
+                }
+            }
         }
         if work.inputs {
             weigh(&mut x, width);
             sums[0].moments.add(&x);
+            if let Some(made_for) = &mut made_for {
+                weigh(made_for, width);
+                sums[0].moments.add_drift(made_for, &x);
+            }
         }
     }
     Ok(())

@@ -2,7 +2,8 @@
 //!
 //! Hidden states of all tokens advance through the model one block at a time. A block is passed several times: what is known of
 //! it is run, second moments of the inputs of the next matrices are summed, these are quantized, and so on until a last pass
-//! runs the quantized block. What is finished is filed, a layer a file; a run that finds such files replays them and goes on.
+//! runs the quantized block. With feedback the source runs on hidden states of its own beside it, so that every matrix aims at what
+//! the source computes. What is finished is filed, a layer a file; a run that finds such files replays them and goes on.
 //! Memory is one layer, one wave of second moments, one factorisation a thread, and the hidden states or their window of a file.
 
 mod gather;
@@ -60,6 +61,13 @@ pub struct Task<'a> {
     pub scale_dtype: Dtype,
     /// Bytes of hidden states past which they go to a file, and of second moments past which experts go in waves.
     pub max_memory: u64,
+}
+
+impl Task<'_> {
+    /// Whether matrices make up for what was chosen before them, which takes full moments and a pass of the source beside.
+    fn makes_up(&self) -> bool {
+        self.feedback && self.advance == Advance::Solved
+    }
 }
 
 /// What became of one matrix.
@@ -157,7 +165,10 @@ pub fn num_passes(task: &Task<'_>) -> u64 {
 
 /// Experts whose second moments are in memory together.
 fn wave(task: &Task<'_>, width: usize, inner: usize) -> usize {
-    let each = Moments::bytes(width, task.feedback) + Moments::bytes(inner, task.feedback);
+    let mut each = Moments::bytes(width, task.feedback) + Moments::bytes(inner, task.feedback);
+    if task.makes_up() {
+        each += Moments::owed_bytes(width, 0) + Moments::owed_bytes(inner, width);
+    }
     (task.max_memory / each.max(1)).clamp(1, 1 << 20) as usize
 }
 
@@ -165,8 +176,11 @@ fn wave(task: &Task<'_>, width: usize, inner: usize) -> usize {
 pub fn solve(task: &Task<'_>, on: &mut dyn FnMut(Progress<'_>) -> bool) -> Result<Vec<Outcome>, SolveError> {
     let spec = task.weights.spec();
     let rows: usize = task.windows.iter().map(|w| w.tokens.len()).sum();
-    let in_memory = (4 * rows * spec.width) as u64 <= task.max_memory;
-    let mut walk = walk::Walk::new(task, Hidden::new(rows * spec.width, in_memory)?, rows, on);
+    let streams = if task.makes_up() { 2 } else { 1 };
+    let in_memory = (4 * rows * spec.width * streams) as u64 <= task.max_memory;
+    let hidden = || Hidden::new(rows * spec.width, in_memory);
+    let source = task.makes_up().then(hidden).transpose()?;
+    let mut walk = walk::Walk::new(task, hidden()?, source, rows, on);
     walk.embed()?;
     for l in 0..spec.layers.len() {
         walk.layer(l)?;

@@ -33,15 +33,24 @@ pub(super) struct Walk<'a> {
     groups: Vec<(usize, &'a [Window])>,
     hidden: Hidden,
     engine: Engine,
+    /// The source with hidden states of its own, where what is chosen makes up for what was chosen before.
+    source: Option<(Engine, Hidden)>,
     rows: usize,
     open: Vec<Open>,
     on: &'a mut dyn FnMut(Progress<'_>) -> bool,
 }
 
 impl<'a> Walk<'a> {
-    pub fn new(task: &'a Task<'a>, hidden: Hidden, rows: usize, on: &'a mut dyn FnMut(Progress<'_>) -> bool) -> Self {
+    pub fn new(
+        task: &'a Task<'a>,
+        hidden: Hidden,
+        source: Option<Hidden>,
+        rows: usize,
+        on: &'a mut dyn FnMut(Progress<'_>) -> bool,
+    ) -> Self {
         let engine = Engine::new(Arc::clone(task.weights));
-        Self { task, groups: groups(task.windows), hidden, engine, rows, open: Vec::new(), on }
+        let source = source.map(|hidden| (Engine::new(Arc::clone(task.weights)), hidden));
+        Self { task, groups: groups(task.windows), hidden, engine, source, rows, open: Vec::new(), on }
     }
 
     /// Whether any choice quantizes this tensor.
@@ -80,6 +89,9 @@ impl<'a> Walk<'a> {
     /// Starts a part: `true` if there is nothing to choose any more.
     fn begin(&mut self, name: &str) -> Result<bool, SolveError> {
         self.engine = Engine::new(Arc::clone(self.task.weights));
+        if let Some((engine, _)) = &mut self.source {
+            *engine = Engine::new(Arc::clone(self.task.weights));
+        }
         self.open = self.task.choices.iter().map(|_| Open::default()).collect();
         let done = self.filed(name)?;
         if done {
@@ -135,6 +147,11 @@ impl<'a> Walk<'a> {
             self.engine.begin(&batch)?;
             self.engine.run(self.engine.plan().prologue.clone(), &batch, &mut |_| ())?;
             self.hidden.write(first_row * width, self.engine.slot(Slot::Residual))?;
+            if let Some((engine, hidden)) = &mut self.source {
+                engine.begin(&batch)?;
+                engine.run(engine.plan().prologue.clone(), &batch, &mut |_| ())?;
+                hidden.write(first_row * width, engine.slot(Slot::Residual))?;
+            }
             self.release(windows);
         }
         Ok(())
@@ -198,7 +215,7 @@ impl<'a> Walk<'a> {
         let width = self.task.weights.spec().width;
         for (first_row, windows) in self.groups.clone() {
             let batch = self.load(first_row, windows, width)?;
-            gather(&mut self.engine, block, stage, &batch, &mut found)?;
+            gather(&mut self.engine, self.source.as_mut().map(|(e, _)| e), block, stage, &batch, &mut found)?;
             self.release(windows);
             self.tell(Progress::Group)?;
         }
@@ -212,6 +229,10 @@ impl<'a> Walk<'a> {
             let batch = self.load(first_row, windows, width)?;
             self.engine.run(block.clone(), &batch, &mut |_| ())?;
             self.hidden.write(first_row * width, self.engine.slot(Slot::Residual))?;
+            if let Some((engine, hidden)) = &mut self.source {
+                engine.run(block.clone(), &batch, &mut |_| ())?;
+                hidden.write(first_row * width, engine.slot(Slot::Residual))?;
+            }
             self.release(windows);
             self.tell(Progress::Group)?;
         }
@@ -222,12 +243,22 @@ impl<'a> Walk<'a> {
         let batch = batch(windows, Rows::None);
         let rows = batch.tokens.len();
         self.engine.begin(&batch)?;
-        *self.engine.slot_mut(Slot::Residual) = self.hidden.read(first_row * width..(first_row + rows) * width)?;
+        let at = first_row * width..(first_row + rows) * width;
+        *self.engine.slot_mut(Slot::Residual) = self.hidden.read(at.clone())?;
+        if let Some((engine, hidden)) = &mut self.source {
+            engine.begin(&batch)?;
+            *engine.slot_mut(Slot::Residual) = hidden.read(at)?;
+        }
         Ok(batch)
     }
 
     fn release(&mut self, windows: &[Window]) {
-        (0..windows.len()).for_each(|i| self.engine.release(SeqId(i as u32)));
+        for i in 0..windows.len() {
+            self.engine.release(SeqId(i as u32));
+            if let Some((engine, _)) = &mut self.source {
+                engine.release(SeqId(i as u32));
+            }
+        }
     }
 
     pub fn head(&mut self) -> Result<(), SolveError> {
