@@ -52,8 +52,10 @@ fn every_kernel_compiles_for_every_target_without_spills() {
     if !has_compiler() {
         return;
     }
-    let all: Vec<_> =
-        PROGRAMS.par_iter().flat_map(|p| ARCHES.par_iter().filter(|a| p.is_for(a)).flat_map_iter(|arch| check(p, arch))).collect();
+    let all: Vec<_> = PROGRAMS
+        .par_iter()
+        .flat_map(|p| ARCHES.par_iter().filter(|a| p.is_for(a)).flat_map_iter(|arch| check(p, arch)))
+        .collect();
     assert!(all.is_empty(), "spills: {all:?}");
 }
 
