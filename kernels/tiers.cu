@@ -82,7 +82,7 @@ DEV void move_expert(const FetchArgs& a, int e, u64 from, u64 to) {
 DEV int part_bytes(const FetchArgs& a, int part) { return part ? a.late_end - a.late : a.run_bytes - (a.late_end - a.late); }
 DEV int part_pieces(const FetchArgs& a, int part) { return div_up(part_bytes(a, part), PIECE); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) tiers_fetch(const __grid_constant__ FetchArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __grid_constant__ FetchArgs a) {
   extern __shared__ u64 fetch_sh[];
   const int words = div_up(a.E, 32), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   u64 *worth_sh = fetch_sh, *slot_worth_sh = worth_sh + a.E;         // of experts, of the residents of slots: score, then last visit
