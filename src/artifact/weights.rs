@@ -571,10 +571,11 @@ pub(super) fn packed_form(
         _ => return None,
     };
     let zero = if zeros.is_some() { Zero::Point } else { Zero::Middle };
-    let formats = [Bits::Four, Bits::Eight].map(|bits| Format::Int { bits, group, zero });
-    let format = formats.into_iter().find(|f| *words.1 == [rows, f.packed_cols(cols)])?;
-    let whole = matches!(format, Format::Int { bits, .. } if cols.is_multiple_of(bits.per_word()));
+    // Four columns are one word at eight bits, and less than one at four.
+    let whole = [Bits::Four, Bits::Eight].into_iter().filter(|bits| cols.is_multiple_of(bits.per_word()));
+    let mut formats = whole.map(|bits| Format::Int { bits, group, zero });
+    let format = formats.find(|f| *words.1 == [rows, f.packed_cols(cols)])?;
     let zeros_fit =
         zeros.is_none_or(|(dtype, shape)| dtype == Dtype::I32 && *shape == [format.zero_rows(rows), format.scale_cols(cols)]);
-    (whole && zeros_fit && words.0 == Dtype::I32 && scales.0.is_float()).then_some(format)
+    (zeros_fit && words.0 == Dtype::I32 && scales.0.is_float()).then_some(format)
 }
