@@ -407,37 +407,13 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
 #else
 #define FEWER 1
 #endif
-#define FORM(NAME, BITS, G, DA, BLOCKS)                                 \
-  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1 - FEWER)    \
-  LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DA + 1, BLOCKS)            \
-  LINEAR_PLANES(NAME##_n32, BITS, G, (BITS == 4 && G == 32 ? 4 : 8), 1, 8, 2, 1) \
-  LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DA, 2)                   \
-  EXPERTS(gate_up, NAME##_n64, BITS, G, DA, 2, true)                    \
-  EXPERTS(down_pairs, NAME##_n64, BITS, G, DA, BLOCKS, false)
-
-// One form a program where it is named (FORM_w4 and so on), else all.
-#if !defined(ONE_FORM) || defined(FORM_w4)
-FORM(w4, 4, 128, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g64)
-FORM(w4_g64, 4, 64, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g32)
-FORM(w4_g32, 4, 32, 3, 1)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8)
-FORM(w8, 8, 128, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g64)
-FORM(w8_g64, 8, 64, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g32)
-FORM(w8_g32, 8, 32, 3, 1)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_c)
-FORM(w8_c, 8, 0, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w16)
-FORM(w16, 16, 0, 2, 1)
-#endif
-#undef FORM
+#define BLOCKS_OF(BITS, G) (BITS == 16 || G == 32 ? 1 : 2)
+#define DEPTH_OF(BITS) (BITS == 16 ? 2 : 3)
+#define FORM(NAME, BITS, G)                                                                  \
+  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DEPTH_OF(BITS), BLOCKS_OF(BITS, G) + 1 - FEWER) \
+  LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DEPTH_OF(BITS) + 1, BLOCKS_OF(BITS, G))         \
+  LINEAR_PLANES(NAME##_n32, BITS, G, (BITS == 4 && G == 32 ? 4 : 8), 1, 8, 2, 1)             \
+  LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DEPTH_OF(BITS), 2)                            \
+  EXPERTS(gate_up, NAME##_n64, BITS, G, DEPTH_OF(BITS), 2, true)                             \
+  EXPERTS(down_pairs, NAME##_n64, BITS, G, DEPTH_OF(BITS), BLOCKS_OF(BITS, G), false)
+#include "common/forms.cuh"

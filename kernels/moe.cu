@@ -474,35 +474,11 @@ DEV void down_rows(const DownArgs& a) {
   }
 }
 
-#define FORM(NAME, BITS, G, MOST, DOWN_MOST)                                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(MOST, 1) moe_gate_up_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 2, 1, 4, true>(a); }     \
-  extern "C" __global__ void __launch_bounds__(MOST, 1) moe_down_pairs_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 1, 4, 1, false>(a); } \
-  extern "C" __global__ void __launch_bounds__(DOWN_MOST, 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_rows<BITS, G>(a); }
-
-// One form a program where it is named (FORM_w4 and so on), else all. MOST threads bound the registers: with w4 both kernels of a step
-// find room beside each other.
-#if !defined(ONE_FORM) || defined(FORM_w4)
-FORM(w4, 4, 128, 704, 768)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g64)
-FORM(w4_g64, 4, 64, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g32)
-FORM(w4_g32, 4, 32, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8)
-FORM(w8, 8, 128, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g64)
-FORM(w8_g64, 8, 64, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g32)
-FORM(w8_g32, 8, 32, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_c)
-FORM(w8_c, 8, 0, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w16)
-FORM(w16, 16, 0, 416, 288)
-#endif
-#undef FORM
+// These bound the registers: with w4 both kernels of a step find room beside each other.
+#define MOST_THREADS(BITS, G) (BITS == 4 && G == 128 ? 704 : 416)
+#define DOWN_THREADS(BITS, G) (BITS == 4 && G == 128 ? 768 : 288)
+#define FORM(NAME, BITS, G)                                                                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS(BITS, G), 1) moe_gate_up_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 2, 1, 4, true>(a); }     \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS(BITS, G), 1) moe_down_pairs_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 1, 4, 1, false>(a); } \
+  extern "C" __global__ void __launch_bounds__(DOWN_THREADS(BITS, G), 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_rows<BITS, G>(a); }
+#include "common/forms.cuh"

@@ -419,36 +419,10 @@ DEV void wide(const Args& args) {
     w.multiply();
   }
 }
-#define WIDE(KIND, NAME, BITS, G, DA, JOB, ARGS) \
-  extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS + COPY_THREADS, 1) KIND##_##NAME##_wg(const __grid_constant__ ARGS a) { wide<BITS, G, DA, JOB>(a); }
-#define FORM(NAME, BITS, G, DA)                                              \
-  WIDE(linear, NAME, BITS, G, DA, WideDense, LinearArgs)                     \
-  WIDE(moe_gate_up, NAME, BITS, G, DA, WideExperts<true>, ExpertsArgs)       \
-  WIDE(moe_down_pairs, NAME, BITS, G, DA, WideExperts<false>, ExpertsArgs)
-
-// One form a program where it is named (FORM_w4 and so on), else all.
-#if !defined(ONE_FORM) || defined(FORM_w4)
-FORM(w4, 4, 128, 6)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g64)
-FORM(w4_g64, 4, 64, 6)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g32)
-FORM(w4_g32, 4, 32, 6)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8)
-FORM(w8, 8, 128, 4)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g64)
-FORM(w8_g64, 8, 64, 4)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g32)
-FORM(w8_g32, 8, 32, 4)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_c)
-FORM(w8_c, 8, 0, 4)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w16)
-FORM(w16, 16, 0, 3)
-#endif
-#undef FORM
+#define WIDE(KIND, NAME, BITS, G, JOB, ARGS) \
+  extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS + COPY_THREADS, 1) KIND##_##NAME##_wg(const __grid_constant__ ARGS a) { wide<BITS, G, (BITS == 4 ? 6 : BITS == 8 ? 4 : 3), JOB>(a); }
+#define FORM(NAME, BITS, G)                                            \
+  WIDE(linear, NAME, BITS, G, WideDense, LinearArgs)                   \
+  WIDE(moe_gate_up, NAME, BITS, G, WideExperts<true>, ExpertsArgs)     \
+  WIDE(moe_down_pairs, NAME, BITS, G, WideExperts<false>, ExpertsArgs)
+#include "common/forms.cuh"

@@ -52,6 +52,10 @@ fn packed(made: &Artifact) -> Vec<(TensorId, Format, Vec<f32>)> {
         let format = weights.format(*id).filter(|f| *f != Format::Source)?;
         let values = weights.get(*id).unwrap().to_f32().unwrap();
         assert!(values == made.dequantized(&weights.family().names.module(*id)), "{id} is read otherwise");
+        let weight = weights.get(*id).unwrap();
+        let Data::Packed(p) = weight.data else { panic!("{id} is not packed") };
+        let parts = [Some(p.words), p.zeros, Some(p.scales)].into_iter().flatten().map(<[u8]>::len);
+        assert!(weights.spans(*id).unwrap().into_iter().map(|s| s.1.len()).eq(parts), "{id}: what lies in the file is left out");
         Some((*id, format, values))
     };
     weights.tensors().iter().filter_map(of).collect()

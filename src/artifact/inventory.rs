@@ -215,8 +215,8 @@ impl Inventory {
         Some(weight)
     }
 
-    /// Where the bytes of a weight lie whose stored bits are those of its floats, or its codes and then its scales: the shard and
-    /// the range of its file. `None` for what has to be decoded.
+    /// Where the bytes of a weight lie whose stored bits are those of its floats, or its codes, zero points if it has any, and scales:
+    /// the shard and the range of its file. `None` for what has to be decoded.
     pub fn spans(&self, id: TensorId) -> Option<Vec<(usize, Range<usize>)>> {
         let span = |name: &str| self.checkpoint.entry(name).map(|e| (e.shard, e.range.clone()));
         match self.stored.get(&id)? {
@@ -227,8 +227,10 @@ impl Inventory {
                 let start = entry.range.start + fused.first_row * row_bytes;
                 Some(vec![(entry.shard, start..start + fused.rows * row_bytes)])
             }
-            Stored::Packed { module, .. } => {
-                Some(vec![span(&format!("{module}.weight_packed"))?, span(&format!("{module}.weight_scale"))?])
+            Stored::Packed { module, zero, .. } => {
+                let points = (*zero == Zero::Point).then_some("zero_point");
+                let parts = ["packed"].into_iter().chain(points).chain(["scale"]);
+                parts.map(|part| span(&format!("{module}.weight_{part}"))).collect()
             }
             Stored::Gather { .. } | Stored::Mxfp4 { .. } | Stored::Fp8 { .. } => None,
         }

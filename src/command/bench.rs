@@ -70,9 +70,6 @@ struct Fetching {
     /// Of a step, milliseconds: bytes were on their way, and the products had nothing else to do.
     busy_ms: f64,
     stall_ms: f64,
-    /// From the disk, and of a step the milliseconds in which it was waited for.
-    disk_bytes_per_tok: f64,
-    disk_ms: f64,
     /// Least time of a step, milliseconds: the larger of reading memory and moving the missing bytes; and its share of the time.
     bound_ms: f64,
     share_of_bound: f64,
@@ -367,8 +364,6 @@ fn fetching(runs: &[Run], step_bytes: f64, link_bytes_s: f64, read_bytes_s: f64,
         share_of_link: total.link_bytes_s() / link_bytes_s,
         busy_ms: total.busy_ns as f64 / 1e6 / steps,
         stall_ms: total.stall_ns as f64 / 1e6 / steps,
-        disk_bytes_per_tok: total.disk_bytes as f64 / steps / batch as f64,
-        disk_ms: total.disk_ns as f64 / 1e6 / steps,
         bound_ms,
         share_of_bound: bound_ms / step_ms,
     })
@@ -457,8 +452,6 @@ fn report(
                 percent(Some(f.share_of_link)),
                 format!("{:.3} ms", f.busy_ms),
                 format!("{:.3} ms", f.stall_ms),
-                format!("{:.1}", f.disk_bytes_per_tok / 1e6),
-                format!("{:.3} ms", f.disk_ms),
                 format!("{:.3} ms", f.bound_ms),
                 percent(Some(f.share_of_bound)),
             ]
@@ -474,8 +467,6 @@ fn report(
             "of link",
             "link/step",
             "stall/step",
-            "disk MB/tok",
-            "disk/step",
             "bound/step",
             "of bound",
         ];

@@ -85,10 +85,6 @@ fn host(plan: &VramPlan) -> Vec<Vec<String>> {
     if permanent > 0 {
         rows.push(vec![format!("no copy: {permanent} experts stay in GPU memory for good"), "-".into()]);
     }
-    if plan.disk_bytes > 0 {
-        let left = plan.experts - copies - permanent;
-        rows.push(vec![format!("read from the disk when needed: {left} experts"), bytes(plan.disk_bytes)]);
-    }
     rows
 }
 

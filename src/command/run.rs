@@ -248,14 +248,6 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
             bytes(t.bytes / outcome.generated_tok.max(1) as u64),
             t.link_bytes_s() / 1e9
         ));
-        if t.disk_experts > 0 {
-            out.note(format!(
-                "{} experts read from the disk, {} at {:.2} GB/s",
-                t.disk_experts,
-                bytes(t.disk_bytes),
-                t.disk_bytes_s() / 1e9
-            ));
-        }
     }
     engine.take_notes().iter().for_each(|note| out.note(note));
     Ok((text, outcome))

@@ -165,10 +165,10 @@ impl Needs {
                     taken -= layer.slot_bytes;
                 }
             }
-            if taken == before && !self.from_disk {
-                break;
-            }
             if taken == before {
+                if !self.from_disk {
+                    break;
+                }
                 let left = budget_bytes.saturating_sub(self.staging_bytes) + bytes(&half);
                 let held = slots_from(&self.layers, least.clone(), left).unwrap_or(least);
                 let disk_bytes = bytes(&all) - bytes(&held);
@@ -179,9 +179,7 @@ impl Needs {
         }
         Host { slots: without(&permanent), permanent, bytes: taken, disk_bytes: 0, smallest_bytes }
     }
-}
 
-impl Needs {
     /// A plan with the same slots where host memory is another.
     pub fn beside(&self, plan: &VramPlan, host_budget_bytes: u64) -> VramPlan {
         let host = self.host(&plan.slots, host_budget_bytes);

@@ -291,14 +291,15 @@ impl Engine {
         let row = |slot: Slot| self.slots[slot as usize].len() / num_tok;
         let (k_width, v_width) = (row(k), v.map_or(0, row));
         let dtype = self.cache_dtype;
-        let rounded = |rows: &[f32]| rows.iter().map(|&x| tensor::round_to(dtype, x)).collect::<Vec<_>>();
+        let slots = &self.slots;
+        let rounded = |slot: Slot, at: Range<usize>| slots[slot as usize][at].iter().map(move |&x| tensor::round_to(dtype, x));
         let mut first = 0;
         for s in &batch.segments {
             if let Some(layers) = self.caches.get_mut(&s.seq) {
                 let cache = &mut layers[layer.0 as usize];
-                cache.k.extend(rounded(&self.slots[k as usize][first * k_width..(first + s.len) * k_width]));
+                cache.k.extend(rounded(k, first * k_width..(first + s.len) * k_width));
                 if let Some(v) = v {
-                    cache.v.extend(rounded(&self.slots[v as usize][first * v_width..(first + s.len) * v_width]));
+                    cache.v.extend(rounded(v, first * v_width..(first + s.len) * v_width));
                 }
             }
             first += s.len;

@@ -270,7 +270,12 @@ impl Layout {
         for &id in &self.order {
             let (Some(layer), Some(expert)) = (id.layer, id.expert) else { continue };
             let (place, spans) = (self.places.get(&id)?, weights.spans(id).filter(|_| !is_vector(id))?);
-            let parts = [(place.data_at, place.form.data_bytes()), (place.scales_at, place.form.scale_bytes())];
+            let form = place.form;
+            let parts = [
+                (place.data_at, form.data_bytes()),
+                (place.zeros_at(), form.zero_bytes()),
+                (place.scales_at, form.scale_bytes()),
+            ];
             let parts = parts.into_iter().filter(|p| p.1 > 0);
             for ((to, len), (file, range)) in parts.zip(spans) {
                 let piece = Piece { file, at: range.start as u64, len: range.len(), to };

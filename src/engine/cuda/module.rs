@@ -83,6 +83,7 @@ pub const PROGRAMS: &[Source] = &[
 /// Files they include.
 pub const HEADERS: &[Source] = &[
     source!("common/base.cuh"),
+    source!("common/forms.cuh"),
     source!("common/linear.cuh"),
     source!("common/mma.cuh"),
     source!("common/planes.cuh"),

@@ -102,11 +102,6 @@ impl Traffic {
     pub fn link_bytes_s(&self) -> f64 {
         1e9 * self.bytes as f64 / self.busy_ns.max(1) as f64
     }
-
-    /// Bytes a second while waiting for the disk.
-    pub fn disk_bytes_s(&self) -> f64 {
-        1e9 * self.disk_bytes as f64 / self.disk_ns.max(1) as f64
-    }
 }
 
 impl std::ops::Add for Traffic {
