@@ -1,7 +1,7 @@
 //! Speed of rounding and of products with packed rows, bytes of the 16-bit source a second, one thread.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use moe::quant::format::{Activations, Bits, Group, Packed, dot_rows, dot_rows_plain};
+use moe::quant::format::{Activations, Bits, Group, Zero, dot_rows, dot_rows_plain};
 use moe::quant::round::{Method, Rounding, quantize_rows};
 use moe::tensor::{Dtype, encode};
 use std::hint::black_box;
@@ -19,20 +19,21 @@ fn weights() -> Vec<f32> {
     (0..ROWS * COLS).map(|_| (0..4).map(|_| uniform()).sum::<f32>() * 0.03).collect()
 }
 
-fn rounding(bits: Bits, method: Method) -> Rounding {
-    Rounding { bits, group: Group::Of(128), method, scale_dtype: Dtype::BF16, positive_scales: false }
+fn rounding(bits: Bits, zero: Zero, method: Method) -> Rounding {
+    Rounding { bits, group: Group::Of(128), zero, method, scale_dtype: Dtype::BF16, positive_scales: false }
 }
+
+const FORMS: [(Bits, Zero); 3] = [(Bits::Four, Zero::Middle), (Bits::Four, Zero::Point), (Bits::Eight, Zero::Middle)];
 
 fn quantize(c: &mut Criterion) {
     let src = weights();
     let mut group = c.benchmark_group("quantize");
     group.sample_size(20).throughput(Throughput::Bytes(2 * src.len() as u64));
-    for bits in [Bits::Four, Bits::Eight] {
+    for (bits, zero) in FORMS {
         for method in [Method::Absmax, Method::Search] {
-            let how = rounding(bits, method);
-            let (mut words, mut scales) = (vec![0; src.len() * bits.count() / 8], vec![0; src.len() / 64]);
-            group.bench_function(format!("{method} int{}:g128", bits.count()), |b| {
-                b.iter(|| quantize_rows(&mut words, &mut scales, black_box(&src), COLS, None, &how))
+            let how = rounding(bits, zero, method);
+            group.bench_function(format!("{method} {}", how.format()), |b| {
+                b.iter(|| quantize_rows(black_box(&src), COLS, None, &how))
             });
         }
     }
@@ -44,13 +45,11 @@ fn products(c: &mut Criterion) {
     let mut out = vec![0.0; ROWS];
     let mut group = c.benchmark_group("one token, weights");
     group.throughput(Throughput::Elements(src.len() as u64));
-    for bits in [Bits::Four, Bits::Eight] {
-        let (mut words, mut scales) = (vec![0; src.len() * bits.count() / 8], vec![0; src.len() / 64]);
-        let done = quantize_rows(&mut words, &mut scales, &src, COLS, None, &rounding(bits, Method::Absmax));
-        assert!(done.is_ok());
-        let packed =
-            Packed { bits, group: 128, rows: ROWS, cols: COLS, words: &words, scales: &scales, scale_dtype: Dtype::BF16 };
-        group.bench_function(format!("int{}:g128", bits.count()), |b| {
+    for (bits, zero) in FORMS {
+        let how = rounding(bits, zero, Method::Absmax);
+        let Ok(packed) = quantize_rows(&src, COLS, None, &how) else { panic!("{} cannot hold the weights", how.format()) };
+        let packed = packed.view();
+        group.bench_function(how.format().to_string(), |b| {
             b.iter(|| dot_rows(&mut out, &packed, 0..ROWS, &Activations::new(black_box(x), &packed)))
         });
     }

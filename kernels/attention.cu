@@ -255,7 +255,7 @@ DEV void attention_decode(const AttentionArgs& a) {
       const float e0 = exp2_fast(s[0][2 * r] - base), e1 = exp2_fast(s[0][2 * r + 1] - base), e2 = exp2_fast(s[1][2 * r] - base), e3 = exp2_fast(s[1][2 * r + 1] - base);
       sum[r] = sum[r] * keep + e0 + e1 + e2 + e3;
       p[r] = bf16_pair(e0, e1), p[2 + r] = bf16_pair(e2, e3);
-      if (!WIDE) p[1] = bf16_pair(e0 - bf16_lo(p[0]), e1 - bf16_hi(p[0])), p[3] = bf16_pair(e2 - bf16_lo(p[2]), e3 - bf16_hi(p[2]));
+      if (!WIDE) p[1] = bf16_rest(e0, e1, p[0]), p[3] = bf16_rest(e2, e3, p[2]);
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
         o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
@@ -346,8 +346,9 @@ ATTENTION(128)
 // append_d{Dh}: norm, clip and rotation of q (in place) and k, k and v into the pages, for any number of new tokens
 // attention_prefill_d{Dh}: the same attention for runs of new tokens whose keys are in the pages; token t belongs to the sequence of row
 //   rows[t] of the page table, tokens of a sequence follow each other; cosines, sines [T, rope_dim / 2] by token
-// Launch append: grid T, 256 threads. attention: grid (ceil(T / 64), H), 128 threads, shared 5 * 64 * (Dh + 8) * 2; a block takes 64 tokens
-// of one head, a warp 16 of them; keys and values of 64 positions arrive while those before are used.
+// Launch append: grid T, 256 threads. attention: grid (ceil(T / 64), H), 128 threads, shared 6 * 64 * (Dh + 8) * 2; a block takes 64 tokens
+// of one head, a warp 16 of them; keys and values of 64 positions arrive while those before are used. What bf16 leaves of q and p is
+// multiplied apart: only keys and values are rounded.
 // Floors: operations 2 T^2 H Dh a sequence on tensor cores, half of them masked away. Source: FlashAttention-2 (arXiv 2307.08691).
 struct AppendArgs {
   float* q;
@@ -433,14 +434,16 @@ DEV void attention_prefill(const PrefillArgs& a) {
   const int ROW = DH + 8, TILES = DH / 8, RUN = 64;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int t0 = blockIdx.x * RUN, h = blockIdx.y, kv = h / (a.H / a.Hk), used = min_int(RUN, a.T - t0);
-  bf16* q_sh = (bf16*)attention_sh;      // [64][ROW]
-  bf16* kv_sh = q_sh + RUN * ROW;        // [2][keys, values][64][ROW]
+  bf16* q_sh = (bf16*)attention_sh;      // [q, what is left of it][64][ROW]
+  bf16* kv_sh = q_sh + 2 * RUN * ROW;    // [2][keys, values][64][ROW]
   dependency_wait();
   dependents_launch();
   for (int i = threadIdx.x; i < RUN * (DH / 4); i += 128) {
     const int r = i / (DH / 4), d = i % (DH / 4) * 4;
     const float4 v = r < used ? *(const float4*)(a.q + (size_t)(t0 + r) * a.q_stride + h * DH + d) : make_float4(0.f, 0.f, 0.f, 0.f);
-    *(uint2*)(q_sh + r * ROW + d) = make_uint2(bf16_pair(v.x, v.y), bf16_pair(v.z, v.w));
+    const uint2 hi = make_uint2(bf16_pair(v.x, v.y), bf16_pair(v.z, v.w));
+    *(uint2*)(q_sh + r * ROW + d) = hi;
+    *(uint2*)(q_sh + (RUN + r) * ROW + d) = make_uint2(bf16_rest(v.x, v.y, hi.x), bf16_rest(v.z, v.w, hi.y));
   }
   if (threadIdx.x < RUN) row_sh[threadIdx.x] = threadIdx.x < used ? a.rows[t0 + threadIdx.x] : -1, position_sh[threadIdx.x] = threadIdx.x < used ? a.positions[t0 + threadIdx.x] : 0;
   __syncthreads();
@@ -484,17 +487,18 @@ DEV void attention_prefill(const PrefillArgs& a) {
         for (int n = 0; n < 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
         for (int d = 0; d < DH; d += 16) {
-          u32 q[4];
+          u32 q[4], q_rest[4];
           ldmatrix_x4(q, q_sh + (warp * 16 + (lane & 15)) * ROW + d + (lane >> 4) * 8);
+          ldmatrix_x4(q_rest, q_sh + (RUN + warp * 16 + (lane & 15)) * ROW + d + (lane >> 4) * 8);
 #pragma unroll
           for (int n = 0; n < 8; n += 2) {
             u32 b[4];
             ldmatrix_x4(b, k_sh + (n * 8 + (lane >> 4) * 8 + (lane & 7)) * ROW + d + (lane >> 3 & 1) * 8);
-            mma_bf16(s[n], q, b[0], b[1]);
-            mma_bf16(s[n + 1], q, b[2], b[3]);
+            mma_bf16(s[n], q, b[0], b[1]), mma_bf16(s[n + 1], q, b[2], b[3]);
+            mma_bf16(s[n], q_rest, b[0], b[1]), mma_bf16(s[n + 1], q_rest, b[2], b[3]);
           }
         }
-        u32 p[4][4];
+        u32 p[4][4], p_rest[4][4];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const bool inside = mine[r] >= from && mine[r] < to;
@@ -517,7 +521,8 @@ DEV void attention_prefill(const PrefillArgs& a) {
           for (int n = 0; n < 8; n++) {
             const float e0 = exp2_fast(s[n][2 * r] - base), e1 = exp2_fast(s[n][2 * r + 1] - base);
             sum[r] += e0 + e1;
-            p[n / 2][r + n % 2 * 2] = bf16_pair(e0, e1);
+            const u32 both = bf16_pair(e0, e1);
+            p[n / 2][r + n % 2 * 2] = both, p_rest[n / 2][r + n % 2 * 2] = bf16_rest(e0, e1, both);
           }
 #pragma unroll
           for (int n = 0; n < TILES; n++) o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
@@ -528,8 +533,8 @@ DEV void attention_prefill(const PrefillArgs& a) {
           for (int n = 0; n < TILES; n += 2) {
             u32 b[4];
             ldmatrix_x4_trans(b, v_sh + (k * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
-            mma_bf16(o[n], p[k], b[0], b[1]);
-            mma_bf16(o[n + 1], p[k], b[2], b[3]);
+            mma_bf16(o[n], p[k], b[0], b[1]), mma_bf16(o[n + 1], p[k], b[2], b[3]);
+            mma_bf16(o[n], p_rest[k], b[0], b[1]), mma_bf16(o[n + 1], p_rest[k], b[2], b[3]);
           }
       }
       __syncthreads();

@@ -3,7 +3,7 @@
 //
 //   q'[h] = (q_nope[h] U_k[h], rope(q_rope[h])),  o'[h] = sum_s softmax_s(scale * q'[h] . c[s]) c[s, ..Rkv],  o[h, i] = U_v[h, i] . o'[h]
 //
-// latent_query_r{Rkv}: grid (Rkv / 64, H, ceil(T / 8)), 256 threads: q' in bf16; also norm and rotation of the new row, and its append
+// latent_query_r{Rkv}: grid (Rkv / 64, H, ceil(T / 8)), 256 threads: q' in bf16 and what that leaves of it; also norm and rotation of the new row, and its append
 // latent_attention_r{Rkv}: grid (max_splits, ceil(H / 16), T), 256 threads, shared latent_shared(Rkv + Dr): o', not yet divided, of each
 //   split with its peak and mass
 // latent_value_r{Rkv}: grid (ceil(Dv / rows), H, ceil(T / 4)), 256 threads: merges the splits of its head and multiplies with U_v
@@ -23,15 +23,15 @@
 static const int PAGE = 16, TILE = 32, QUERY_TOK = 8, VALUE_TOK = 4, MOST_NOPE = 128, MOST_SPLITS = 64;
 
 enum Kind { F32 = 0, BF16 = 1, F16 = 2, INT4 = 3, INT8 = 4 };
-// A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row.
+// A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row and no zero points.
 struct LatentMatrix {
   const void* data;
   const void* scales;
-  int rows, cols, group, kind, scale_kind, pad;
+  int rows, cols, group, kind, scale_kind, zeros;
 };
 
 struct LatentQueryArgs {
-  bf16* query;        // [T, H, Rkv + Dr]
+  bf16* query;        // [q', what is left of it][T, H, Rkv + Dr]
   const float* q;
   const float* latent;
   bf16* pages;
@@ -151,8 +151,9 @@ DEV void latent_query(const LatentQueryArgs& a) {
       int p, q;
       const float* row = a.q + (size_t)(t0 + t) * a.q_stride + h * (a.nope + a.rope) + a.nope;
       const float2 r = rotated(row, e, a.rope / 2, a.interleaved, a.cosines, a.sines, a.positions[t0 + t], &p, &q);
-      bf16* to = a.query + ((size_t)(t0 + t) * a.H + h) * width + RANK;
-      to[p] = to_bf16(r.x), to[q] = to_bf16(r.y);
+      bf16 *to = a.query + ((size_t)(t0 + t) * a.H + h) * width + RANK, *rest = to + (size_t)a.T * a.H * width;
+      const u32 pair = bf16_pair(r.x, r.y), left = bf16_rest(r.x, r.y, pair);
+      to[p] = (bf16)pair, to[q] = (bf16)(pair >> 16), rest[p] = (bf16)left, rest[q] = (bf16)(left >> 16);
     }
   __syncthreads();
 #pragma unroll 1
@@ -181,12 +182,20 @@ DEV void latent_query(const LatentQueryArgs& a) {
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
     for (int s = 0; s < 8; s++) sum.x += sums_sh[s][t][c], sum.y += sums_sh[s][t][c + 1];
-    *(u32*)(a.query + ((size_t)(t0 + t) * a.H + h) * width + blockIdx.x * 64 + c) = bf16_pair(sum.x, sum.y);
+    bf16* to = a.query + ((size_t)(t0 + t) * a.H + h) * width + blockIdx.x * 64 + c;
+    const u32 pair = bf16_pair(sum.x, sum.y);
+    *(u32*)to = pair, *(u32*)(to + (size_t)a.T * a.H * width) = bf16_rest(sum.x, sum.y, pair);
   }
 }
 
 DEV int latent_splits(int position, int max_splits) { return min_int(max_splits, position / TILE + 1); }
 
+// Where a multiprocessor has less than 105 KB for a block, what bf16 leaves of the queries is kept in registers.
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#define REST_IN_REGISTERS true
+#else
+#define REST_IN_REGISTERS false
+#endif
 template <int RANK, int ROPE>
 DEV void latent_attention(const LatentAttentionArgs& a) {
   extern __shared__ uint4 latent_sh[];
@@ -196,7 +205,8 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
   const int seq = blockIdx.z, h0 = blockIdx.y * 16, split = blockIdx.x, half = warp & 1, quarter = warp >> 1;
   bf16* tile_sh = (bf16*)latent_sh;                  // [2][TILE][ROW]; the queries first take the second
   float* s_sh = (float*)(tile_sh + 2 * TILE * ROW);  // [4][16][S_ROW], scores of each quarter
-  bf16* p_sh = (bf16*)(s_sh + 4 * 16 * S_ROW);       // [16][P_ROW]
+  bf16* p_sh = (bf16*)(s_sh + 4 * 16 * S_ROW);       // [p, what is left of it][16][P_ROW]
+  bf16* rest_sh = p_sh + 2 * 16 * P_ROW;             // [16][ROW], what is left of the queries, if there
 
   const int position = a.positions[seq], tiles = position / TILE + 1, splits = latent_splits(position, a.max_splits);
   if (split >= splits) {
@@ -220,15 +230,22 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
   dependents_launch();
   load(begin, 0, false, true);
   copy_async_commit();
+  u32 q[STEPS][4], q_rest[STEPS][4];
   bf16* q_sh = tile_sh + TILE * ROW;
-  for (int i = threadIdx.x; i < 16 * CHUNKS; i += 256) {
-    const int r = i / CHUNKS, col = i % CHUNKS * 8;
-    *(uint4*)(q_sh + r * ROW + col) = h0 + r < a.H ? load_v4(a.query + ((size_t)seq * a.H + h0 + r) * WIDTH + col) : make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-  u32 q[STEPS][4];
 #pragma unroll
-  for (int j = 0; j < STEPS; j++) ldmatrix_x4(q[j], q_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
+  for (int part = 0; part < 2; part++) {
+    bf16* to = part && !REST_IN_REGISTERS ? rest_sh : q_sh;
+    for (int i = threadIdx.x; i < 16 * CHUNKS; i += 256) {
+      const int r = i / CHUNKS, col = i % CHUNKS * 8;
+      const bf16* from = a.query + (((size_t)part * gridDim.z + seq) * a.H + h0 + r) * WIDTH + col;
+      *(uint4*)(to + r * ROW + col) = h0 + r < a.H ? load_v4(from) : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    if (part && !REST_IN_REGISTERS) break;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) ldmatrix_x4(part ? q_rest[j] : q[j], q_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
+    if (REST_IN_REGISTERS) __syncthreads();
+  }
   float o[TILES][4], top[2] = {-INFINITY_F, -INFINITY_F}, sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
@@ -244,9 +261,10 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
 #pragma unroll
     for (int j = 0; j < STEPS; j++) {
       u32 b[4];
+      if (!REST_IN_REGISTERS) ldmatrix_x4(q_rest[j], rest_sh + (lane & 15) * ROW + (quarter * STEPS + j) * 16 + (lane >> 4) * 8);
       ldmatrix_x4(b, rows + (half * 16 + (lane & 7) + (lane >> 4) * 8) * ROW + (quarter * STEPS + j) * 16 + (lane >> 3 & 1) * 8);
-      mma_bf16(s[0], q[j], b[0], b[1]);
-      mma_bf16(s[1], q[j], b[2], b[3]);
+      mma_bf16(s[0], q[j], b[0], b[1]), mma_bf16(s[1], q[j], b[2], b[3]);
+      mma_bf16(s[0], q_rest[j], b[0], b[1]), mma_bf16(s[1], q_rest[j], b[2], b[3]);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -263,7 +281,8 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
       x = tile * TILE + lane <= position ? x * to_exp2 : -INFINITY_F;
       const float now = fmaxf(top[i], warp_max(x)), keep = exp2_fast(top[i] - now), e = exp2_fast(x - now);
       top[i] = now, sum[i] = sum[i] * keep + e;
-      p_sh[h * P_ROW + lane] = to_bf16(e);
+      const bf16 p = to_bf16(e);
+      p_sh[h * P_ROW + lane] = p, p_sh[(16 + h) * P_ROW + lane] = to_bf16(e - to_f32(p));
       if (lane == 0) keep_sh[h] = keep;
     }
     __syncthreads();
@@ -272,14 +291,15 @@ DEV void latent_attention(const LatentAttentionArgs& a) {
     for (int n = 0; n < TILES; n++) o[n][0] *= keep_lo, o[n][1] *= keep_lo, o[n][2] *= keep_hi, o[n][3] *= keep_hi;
 #pragma unroll
     for (int k = 0; k < TILE / 16; k++) {
-      u32 p[4];
+      u32 p[4], rest[4];
       ldmatrix_x4(p, p_sh + (lane & 15) * P_ROW + k * 16 + (lane >> 4) * 8);
+      ldmatrix_x4(rest, p_sh + (16 + (lane & 15)) * P_ROW + k * 16 + (lane >> 4) * 8);
 #pragma unroll
       for (int n = 0; n < TILES; n += 2) {
         u32 b[4];
         ldmatrix_x4_trans(b, rows + (k * 16 + (lane & 15)) * ROW + warp * (RANK / 8) + n * 8 + (lane >> 4) * 8);
-        mma_bf16(o[n], p, b[0], b[1]);
-        mma_bf16(o[n + 1], p, b[2], b[3]);
+        mma_bf16(o[n], p, b[0], b[1]), mma_bf16(o[n + 1], p, b[2], b[3]);
+        mma_bf16(o[n], rest, b[0], b[1]), mma_bf16(o[n + 1], rest, b[2], b[3]);
       }
     }
   }
@@ -372,5 +392,5 @@ DEV void latent_value(const LatentValueArgs& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) latent_query_r512(const __grid_constant__ LatentQueryArgs a) { latent_query<512>(a); }
-extern "C" __global__ void __launch_bounds__(256, 2) latent_attention_r512(const __grid_constant__ LatentAttentionArgs a) { latent_attention<512, 64>(a); }
+extern "C" __global__ void __launch_bounds__(256, REST_IN_REGISTERS ? 1 : 2) latent_attention_r512(const __grid_constant__ LatentAttentionArgs a) { latent_attention<512, 64>(a); }
 extern "C" __global__ void __launch_bounds__(256, 2) latent_value_r512(const __grid_constant__ LatentValueArgs a) { latent_value<512>(a); }

@@ -21,34 +21,10 @@
 //     + (staged ? columns groups (block + 4) + 256 : WK DA columns (block + 4)); DA is one less for w16 but in _n32
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 4 R K T on integer tensor cores (6.2 cycles a product
 // and scheduler on sm_90, measured). Source: src/engine/cpu/linear.rs, experts.rs.
+#include "common/linear.cuh"
 #include "common/planes.cuh"
 #include "common/routing.cuh"
 
-struct LinearMatrix {
-  const void* packed;
-  const bf16* scale;
-  const float* bias;  // or null
-  const float* add;   // or null
-  float* out;
-  int rows;
-  int out_stride;     // elements
-  float out_scale;
-  int pad;
-};
-struct LinearArgs {
-  const float* x;      // staged
-  const float* up;     // staged: silu(x) * up, or null
-  const float* gain;   // staged: [K]
-  const char* x_q;     // [T][groups][block], else
-  const float* x_scale;
-  LinearMatrix m[3];
-  int num_matrices;
-  int T, K;
-  int x_stride;        // elements
-  int norm;            // staged: 0 none, 1 RMS
-  float eps;
-  int columns;         // tokens at a time: staged T, else a multiple of 4
-};
 // What a warp reads of one item: the rows g, g + 8 of MT sixteen-row tiles.
 template <int MT>
 struct RowSource {
@@ -209,7 +185,6 @@ DEV void stage_rows(char* q_sh, float* scale_sh, float* square_sh, const LinearA
 }
 
 // -------------------------------------------------------------------------------------------------------------------- walk
-DEV void copy_async_4(void* dst_sh, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst_sh)), "l"(src) : "memory"); }
 
 template <int BITS, int G, int MT, int NT, int WM, int WK, int DA, bool STAGED, class Job, class Args>
 DEV void walk(const Args& args, const LinearArgs* staged) {
@@ -432,37 +407,13 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
 #else
 #define FEWER 1
 #endif
-#define FORM(NAME, BITS, G, DA, BLOCKS)                                 \
-  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DA, BLOCKS + 1 - FEWER)    \
-  LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DA + 1, BLOCKS)            \
-  LINEAR_PLANES(NAME##_n32, BITS, G, (BITS == 4 && G == 32 ? 4 : 8), 1, 8, 2, 1) \
-  LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DA, 2)                   \
-  EXPERTS(gate_up, NAME##_n64, BITS, G, DA, 2, true)                    \
-  EXPERTS(down_pairs, NAME##_n64, BITS, G, DA, BLOCKS, false)
-
-// One form a program where it is named (FORM_w4 and so on), else all.
-#if !defined(ONE_FORM) || defined(FORM_w4)
-FORM(w4, 4, 128, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g64)
-FORM(w4_g64, 4, 64, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g32)
-FORM(w4_g32, 4, 32, 3, 1)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8)
-FORM(w8, 8, 128, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g64)
-FORM(w8_g64, 8, 64, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g32)
-FORM(w8_g32, 8, 32, 3, 1)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_c)
-FORM(w8_c, 8, 0, 3, 2)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w16)
-FORM(w16, 16, 0, 2, 1)
-#endif
-#undef FORM
+#define BLOCKS_OF(BITS, G) (BITS == 16 || G == 32 ? 1 : 2)
+#define DEPTH_OF(BITS) (BITS == 16 ? 2 : 3)
+#define FORM(NAME, BITS, G)                                                                  \
+  LINEAR_STAGED(NAME##_s4, BITS, G, 1, 1, 8, DEPTH_OF(BITS), BLOCKS_OF(BITS, G) + 1 - FEWER) \
+  LINEAR_STAGED(NAME##_h4, BITS, G, 1, 8, 1, DEPTH_OF(BITS) + 1, BLOCKS_OF(BITS, G))         \
+  LINEAR_PLANES(NAME##_n32, BITS, G, (BITS == 4 && G == 32 ? 4 : 8), 1, 8, 2, 1)             \
+  LINEAR_PLANES(NAME##_n64, BITS, G, 16, 4, 1, DEPTH_OF(BITS), 2)                            \
+  EXPERTS(gate_up, NAME##_n64, BITS, G, DEPTH_OF(BITS), 2, true)                             \
+  EXPERTS(down_pairs, NAME##_n64, BITS, G, DEPTH_OF(BITS), BLOCKS_OF(BITS, G), false)
+#include "common/forms.cuh"

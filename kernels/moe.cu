@@ -36,6 +36,7 @@ struct DownArgs {
   const int* pairs;
   const float* gates;  // [T, K]
   DirectRoute direct;
+  Arrivals arrivals;
   int T, D, F, K;
   int chunk;    // groups a stage
   int stages;
@@ -59,6 +60,7 @@ struct __align__(16) Tile {
   u64 scale[2];
   u16 pair[8];
   int row, count, first;
+  int arrival;  // as in the list
 };
 
 // Expert `slot`: its pairs, and where its matrices are. A lane a slot, by whole warps; `use` says which lanes ask.
@@ -68,14 +70,14 @@ DEV void find_expert(Tile& tile, u64* at, const ExpertSlot* slots, const DirectR
     const int leader = use ? nth_bit(list.leaders, slot) : 0, expert = __shfl_sync(0xffffffffu, list.id, leader);
     u32 pairs = __shfl_sync(0xffffffffu, list.same, leader);
     if (!use) return;
-    tile.count = __popc(pairs), tile.first = 0;
+    tile.count = __popc(pairs), tile.first = 0, tile.arrival = 0;
     for (int n = 0; pairs; pairs &= pairs - 1, n++) tile.pair[n] = (u16)(__ffs(pairs) - 1);
 #pragma unroll
     for (int i = FROM; i < TO; i++) at[i - FROM] = table_sh[expert * 6 + i];
   } else if (use) {
     const ulonglong2* words = (const ulonglong2*)(slots + slot);
     const uint4 counts = ((const uint4*)words)[3];
-    tile.first = counts.y, tile.count = counts.z;
+    tile.first = counts.y, tile.count = counts.z, tile.arrival = counts.w;
     *(uint4*)tile.pair = ((const uint4*)words)[4];
 #pragma unroll
     for (int i = FROM / 2; i < TO / 2; i++) {
@@ -87,6 +89,31 @@ DEV void find_expert(Tile& tile, u64* at, const ExpertSlot* slots, const DirectR
 DEV void load_table(u64* table_sh, const DirectRoute& direct) {
   if (direct.logits)
     for (int i = threadIdx.x; i < direct.rule.E * 6; i += blockDim.x) table_sh[i] = direct.table[i];
+}
+
+// Length of the list, once it is there.
+DEV int list_length(const int* num_slots, const Arrivals& a) {
+  if (!a.pieces) return *num_slots;
+  int length;
+  do length = load_acquire(num_slots);
+  while (length < 0);
+  return length;
+}
+// By a warp: waits for an expert on its way; `waited` sums nanoseconds.
+DEV void await_expert(const Arrivals& a, int arrival, int& waited) {
+  const int* pieces = a.pieces + arrival - 1;
+  if (load_acquire(pieces) < a.needed) {
+    const u64 since = global_time();
+    while (load_acquire(pieces) < a.needed) {
+    }
+    waited += (int)(global_time() - since);
+  }
+  stream_fence();
+  __syncwarp();
+}
+// `arrival`: of any expert waited for
+DEV void note_wait(const Arrivals& a, int arrival, int waited) {
+  if ((threadIdx.x & 31) == 0 && waited > 0) atomicMax(a.waited + (arrival > 2 * MOST_MOVES ? 2 : 0), waited);
 }
 
 template <int BITS, int G, int MT, int WM, int WK, bool GATED>
@@ -108,7 +135,8 @@ DEV void stream_experts(const ExpertsArgs& a) {
   barrier_init_done();
   load_table(table_sh, a.direct);
   if (!GATED && a.direct.logits) choose_direct(a.direct, a.T, direct_sh);  // the logits are of three kernels ago
-  dependency_wait();
+  // beside the kernel that brings experts, which is known to be at work, the first half goes by what has arrived
+  if (!GATED || !a.arrivals.pieces) dependency_wait();
   dependents_launch();
   if (GATED && a.direct.logits) choose_direct(a.direct, a.T, direct_sh);
   __syncthreads();
@@ -120,7 +148,8 @@ DEV void stream_experts(const ExpertsArgs& a) {
       list = list_direct(a.direct, a.T, direct_sh);
       if (GATED && blockIdx.x == 0 && lane < a.T * a.K) a.direct.ids[lane] = direct_sh.id[lane], a.direct.gates[lane] = direct_sh.gate[lane];
     }
-    const int works = tiles * (a.direct.logits ? list.count() : *a.num_slots), x_bytes = groups * BLOCK, n = lane & 3;
+    const int num_slots = a.direct.logits ? list.count() : list_length(a.num_slots, a.arrivals), works = tiles * num_slots, x_bytes = groups * BLOCK, n = lane & 3;
+    int there = 0, waited = 0;
     const float inv_k = 1.f / a.K;
     // codes by lanes 0.., their scales from 4, planes of the tokens from 8, theirs from 16
     const bool codes = lane < MATS, their = BITS != 16 && lane >= 4 && lane < 4 + MATS, x = lane >= 8 && lane < 12, sx = BITS != 16 && lane >= 16 && lane < 20;
@@ -142,6 +171,10 @@ DEV void stream_experts(const ExpertsArgs& a) {
 #pragma unroll 1
       for (int i = 0; i < 32 && from + i * (int)gridDim.x < works; i++) {
         const Tile& tile = tile_sh[i];
+        if (tile.arrival != there) {
+          if (tile.arrival) await_expert(a.arrivals, tile.arrival, waited);
+          there = tile.arrival;
+        }
         const int count = tile.count, rows = min_int(HALF, a.rows - tile.row), code_bytes = rows * row_bytes, s_bytes = BITS == 16 ? 0 : (rows * scales * 2 + 15) & ~15;
 #pragma unroll 1
         for (int n0 = 0; n0 < count; n0 += cols) {
@@ -169,6 +202,11 @@ DEV void stream_experts(const ExpertsArgs& a) {
       stream_expect(full_sh + stage, 0);
       stream_done(full_sh + stage);
       if (++stage == stages) stage = 0, parity ^= 1;
+    }
+    if (a.arrivals.pieces) {
+      note_wait(a.arrivals, there, waited);
+      // With nothing on its way there was nothing to learn from about the kernel before.
+      if (GATED && a.slots[num_slots - 1].arrival == 0) dependency_wait();
     }
     return;
   }
@@ -288,7 +326,9 @@ DEV void down_rows(const DownArgs& a) {
   if (warp == WARPS) {
     DirectList list = {};
     if (a.direct.logits) list = list_direct(a.direct, a.T, direct_sh);
-    const int num_slots = a.direct.logits ? list.count() : *a.num_slots;
+    const int num_slots = a.direct.logits ? list.count() : list_length(a.num_slots, a.arrivals);
+    u32 awaited = 0;
+    int last = 0, waited = 0;
 #pragma unroll 1
     for (int slot = lane; slot - lane < num_slots; slot += 32) {
       u64 at[2];
@@ -310,6 +350,11 @@ DEV void down_rows(const DownArgs& a) {
 #pragma unroll 1
       for (int slot = 0; slot < num_slots; slot++) {
         const Tile& expert = tile_sh[slot];
+        if (expert.arrival && !(awaited >> slot & 1)) {
+          if (!awaited) dependency_wait();  // what arrives later than h holds this kernel up
+          await_expert(a.arrivals, expert.arrival, waited);
+          awaited |= 1u << slot, last = expert.arrival;
+        }
         const char* src = (const char*)(theirs ? expert.scale : expert.code)[0] + from;
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
@@ -326,6 +371,7 @@ DEV void down_rows(const DownArgs& a) {
         }
       }
     }
+    note_wait(a.arrivals, last, waited);
     dependency_wait();
     dependents_launch();
     return;
@@ -428,35 +474,11 @@ DEV void down_rows(const DownArgs& a) {
   }
 }
 
-#define FORM(NAME, BITS, G, MOST, DOWN_MOST)                                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(MOST, 1) moe_gate_up_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 2, 1, 4, true>(a); }     \
-  extern "C" __global__ void __launch_bounds__(MOST, 1) moe_down_pairs_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 1, 4, 1, false>(a); } \
-  extern "C" __global__ void __launch_bounds__(DOWN_MOST, 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_rows<BITS, G>(a); }
-
-// One form a program where it is named (FORM_w4 and so on), else all. MOST threads bound the registers: with w4 both kernels of a step
-// find room beside each other.
-#if !defined(ONE_FORM) || defined(FORM_w4)
-FORM(w4, 4, 128, 704, 768)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g64)
-FORM(w4_g64, 4, 64, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w4_g32)
-FORM(w4_g32, 4, 32, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8)
-FORM(w8, 8, 128, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g64)
-FORM(w8_g64, 8, 64, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_g32)
-FORM(w8_g32, 8, 32, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w8_c)
-FORM(w8_c, 8, 0, 416, 288)
-#endif
-#if !defined(ONE_FORM) || defined(FORM_w16)
-FORM(w16, 16, 0, 416, 288)
-#endif
-#undef FORM
+// These bound the registers: with w4 both kernels of a step find room beside each other.
+#define MOST_THREADS(BITS, G) (BITS == 4 && G == 128 ? 704 : 416)
+#define DOWN_THREADS(BITS, G) (BITS == 4 && G == 128 ? 768 : 288)
+#define FORM(NAME, BITS, G)                                                                                                                                                            \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS(BITS, G), 1) moe_gate_up_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 2, 1, 4, true>(a); }     \
+  extern "C" __global__ void __launch_bounds__(MOST_THREADS(BITS, G), 1) moe_down_pairs_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 1, 4, 1, false>(a); } \
+  extern "C" __global__ void __launch_bounds__(DOWN_THREADS(BITS, G), 1) moe_down_##NAME(const __grid_constant__ DownArgs a) { down_rows<BITS, G>(a); }
+#include "common/forms.cuh"

@@ -11,11 +11,12 @@ typedef unsigned long long u64;
 
 enum Kind { F32 = 0, BF16 = 1, F16 = 2, INT4 = 3, INT8 = 4 };
 
-// A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row.
+// A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row. Zero points, words
+// of one group of consecutive rows, begin 16 * `zeros` bytes behind `data`; 0: the middle code is zero.
 struct Matrix {
   const void* data;
   const void* scales;
-  int rows, cols, group, kind, scale_kind, pad;
+  int rows, cols, group, kind, scale_kind, zeros;
 };
 
 // What a token of the batch belongs to: its position and its row of the page table.
@@ -63,16 +64,26 @@ __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 // Columns that one 32-bit word of a format holds; plain floats go one by one so that lanes stay coalesced.
 template <int KIND> struct Unit { static constexpr int COLS = KIND == INT4 ? 8 : KIND == INT8 ? 4 : 1; };
 
+// The code of zero of a group of a row of packed codes.
+__device__ __forceinline__ int zero_code(const Matrix& w, size_t row, int group, int bits) {
+  if (!w.zeros) return 1 << (bits - 1);
+  int per_word = 32 / bits;
+  const u32* zeros = (const u32*)((const char*)w.data + 16 * (size_t)w.zeros);
+  u32 word = zeros[row / per_word * (size_t)(w.cols / w.group) + group];
+  return (int)(word >> (bits * (int)(row % per_word)) & ((1u << bits) - 1));
+}
+
 template <int KIND>
 __device__ __forceinline__ void decode(float* v, const Matrix& w, size_t row, int unit) {
   constexpr int COLS = Unit<KIND>::COLS;
   if (KIND == INT4 || KIND == INT8) {
     u32 word = ((const u32*)w.data)[row * (size_t)(w.cols / COLS) + unit];
-    float scale = load_float(w.scales, row * (size_t)(w.cols / w.group) + unit * COLS / w.group, w.scale_kind);
+    int group = unit * COLS / w.group, zero = zero_code(w, row, group, 32 / COLS);
+    float scale = load_float(w.scales, row * (size_t)(w.cols / w.group) + group, w.scale_kind);
 #pragma unroll
     for (int j = 0; j < COLS; j++) {
-      int code = KIND == INT4 ? (int)((word >> (4 * j)) & 15) - 8 : (int)((word >> (8 * j)) & 255) - 128;
-      v[j] = (float)code * scale;
+      int code = KIND == INT4 ? (int)((word >> (4 * j)) & 15) : (int)((word >> (8 * j)) & 255);
+      v[j] = (float)(code - zero) * scale;
     }
   } else {
     v[0] = load_float(w.data, row * (size_t)w.cols + unit, KIND);
@@ -132,7 +143,7 @@ __device__ __forceinline__ float element(const Matrix& w, size_t row, int col) {
   if (w.kind == INT4 || w.kind == INT8) {
     int bits = w.kind == INT4 ? 4 : 8, per_word = 32 / bits;
     u32 word = ((const u32*)w.data)[row * (size_t)(w.cols / per_word) + col / per_word];
-    int code = (int)((word >> (bits * (col % per_word))) & ((1 << bits) - 1)) - (1 << (bits - 1));
+    int code = (int)((word >> (bits * (col % per_word))) & ((1u << bits) - 1)) - zero_code(w, row, col / w.group, bits);
     return (float)code * load_float(w.scales, row * (size_t)(w.cols / w.group) + col / w.group, w.scale_kind);
   }
   return load_float(w.data, row * (size_t)w.cols + col, w.kind);

@@ -10,7 +10,7 @@
 // Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8), ceil(T / tokens)),
 //   256 threads, shared 4 * tokens * D + (ahead ? 16 D : 0). Nothing but the block's own sums is waited for: weights arrive before x does.
 // router_rows for everything, router_rows_t4 for E <= 128 and the plain K highest: a warp a token chooses, the last block lists. Launch: grid
-//   ceil(T / tokens), W = 16, t4 32 warps, shared 4 * (ceil(T K / 32) E + T K), and 64 E more for the first.
+//   ceil(T / tokens), W = 16, t4 32 warps, shared 4 * ((ceil(T K / 32) | 1) E + T K + E), and 64 E more for the first.
 // Up to four tokens of the plain K highest nothing but router_logits runs: the experts' kernels choose for themselves (DirectRoute).
 // Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides. Source: src/engine/cpu/route.rs.
 #include "common/planes.cuh"
@@ -38,6 +38,7 @@ struct RouterArgs {
   int norm;            // 0 none, 1 RMS, 2 Layer
   float eps;
   int bits;            // of the experts' codes: 4, 8 or 16
+  int pending;         // the list is not yet what the products take: its length is left below zero
   RouteRule rule;
 };
 
@@ -48,24 +49,29 @@ DEV void unpack8(float* f, const uint4& v) {
 #pragma unroll
   for (int i = 0; i < 4; i++) f[2 * i] = bf16_lo(word_at(v, i)), f[2 * i + 1] = bf16_hi(word_at(v, i));
 }
-// one block: experts in ascending order, the pairs of each in ascending order; id_sh [T K]; mask_sh [ceil(T K / 32)][E] free; row:
-// this thread's table entry
-DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, const u64* row, int* total_sh) {
-  const int num_pairs = a.T * a.rule.K, words = div_up(num_pairs, 32), warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+// one block: experts in ascending order, the pairs of each in ascending order; id_sh [T K]; free: mask_sh [E][ceil(T K / 32) | 1], place_sh
+// [E]; row: this thread's table entry
+DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, u32* place_sh, const u64* row) {
+  __shared__ int total_sh[64];
+  const int num_pairs = a.T * a.rule.K, words = div_up(num_pairs, 32), stride = words | 1, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < words * a.rule.E; i += blockDim.x) mask_sh[i] = 0;
+  for (int i = threadIdx.x; i < stride * a.rule.E; i += blockDim.x) mask_sh[i] = 0;
   __syncthreads();
 #pragma unroll 1
-  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) atomicOr(mask_sh + (p >> 5) * a.rule.E + id_sh[p], 1u << (p & 31));
+  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) atomicOr(mask_sh + id_sh[p] * stride + (p >> 5), 1u << (p & 31));
+  __syncthreads();
+#pragma unroll 1
+  for (int e = warp; e < a.rule.E; e += warps) {
+    int count = 0;
+    for (int w = lane; w < words; w += 32) count += __popc(mask_sh[e * stride + w]);
+    count = (int)warp_sum_u32(count);
+    if (lane == 0) place_sh[e] = count;  // then where its pairs and its slot are
+  }
   __syncthreads();
   int first_base = 0, slot_base = 0;
 #pragma unroll 1
   for (int base = 0; base < a.rule.E; base += blockDim.x) {
-    const int e = base + threadIdx.x;
-    int count = 0;
-    if (e < a.rule.E)
-#pragma unroll 4
-      for (int w = 0; w < words; w++) count += __popc(mask_sh[w * a.rule.E + e]);
+    const int e = base + threadIdx.x, count = e < a.rule.E ? place_sh[e] : 0;
     int sum = count;
 #pragma unroll
     for (int i = 1; i < 32; i <<= 1) {
@@ -82,22 +88,40 @@ DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, const
       if (w < warp) first += total_sh[w], slot += total_sh[32 + w];
       first_base += total_sh[w], slot_base += total_sh[32 + w];
     }
+    if (e < a.rule.E) place_sh[e] = count ? (u32)first | (u32)slot << 16 : 0xffffffffu;
     if (count == 0) continue;
     ExpertSlot* out = a.slots + slot;
     u64* pointers = (u64*)out;
 #pragma unroll
     for (int i = 0; i < 6; i++) pointers[i] = base == 0 ? row[i] : a.table[(size_t)e * 6 + i];
-    out->expert = e, out->first = first, out->count = count, out->reserved = 0;
+    out->expert = e, out->first = first, out->count = count, out->arrival = 0;
+  }
+  if (threadIdx.x == 0) *a.num_slots = a.pending ? -slot_base : slot_base;
+  __syncthreads();
+#pragma unroll 1
+  for (int e = warp; e < a.rule.E; e += warps) {
+    const u32 place = place_sh[e];
+    if (place == 0xffffffffu) continue;
+    ExpertSlot* out = a.slots + (place >> 16);
     int n = 0;
 #pragma unroll 1
-    for (int w = 0; n < count; w++)
-      for (u32 mask = mask_sh[w * a.rule.E + e]; mask; mask &= mask - 1, n++) {
-        const int p = w * 32 + __ffs(mask) - 1;
-        a.pairs[first + n] = p;
-        if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.rule.K);
+    for (int base = 0; base < words; base += 32) {
+      u32 mask = base + lane < words ? mask_sh[e * stride + base + lane] : 0;
+      int sum = __popc(mask);
+#pragma unroll
+      for (int i = 1; i < 32; i <<= 1) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, i);
+        if (lane >= i) sum += other;
       }
+      int at = n + sum - __popc(mask);
+      n += __shfl_sync(0xffffffffu, sum, 31);
+      for (; mask; mask &= mask - 1, at++) {
+        const int p = (base + lane) * 32 + __ffs(mask) - 1;
+        a.pairs[(place & 0xffffu) + at] = p;
+        if (at < 8) out->pair[at] = (u16)p, out->token[at] = (u16)((u32)p / (u32)a.rule.K);
+      }
+    }
   }
-  if (threadIdx.x == 0) *a.num_slots = slot_base;
 }
 
 // The norm's factor joins the sums, so that the products need not wait for it; with LayerNorm the mean comes first.
@@ -216,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) router_logits(const __grid_
 template <int WARPS, int N, bool ANY>
 DEV void route_rows(const RouterArgs& a) {
   extern __shared__ float router_sh[];
-  __shared__ int total_sh[64], last_sh;
+  __shared__ int last_sh;
   const int warps = WARPS, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, E = a.rule.E, K = a.rule.K;
-  float* free_sh = router_sh + div_up(a.T * K, 32) * E;  // [warps][E] where ANY
+  float* free_sh = router_sh + (div_up(a.T * K, 32) | 1) * E;                      // [warps][E] where ANY
   int* id_sh = (int*)(free_sh + (ANY ? warps * E : 0));                            // [T K]
   u64 table_row[6] = {0, 0, 0, 0, 0, 0};
   if ((int)threadIdx.x < E)
@@ -243,7 +267,7 @@ DEV void route_rows(const RouterArgs& a) {
     for (int p = threadIdx.x; p < a.T * K; p += blockDim.x) id_sh[p] = load_s32_l2(a.ids + p);
   }
   __syncthreads();
-  list_experts(a, id_sh, (u32*)router_sh, table_row, total_sh);
+  list_experts(a, id_sh, (u32*)router_sh, (u32*)id_sh + a.T * K, table_row);
 }
 extern "C" __global__ void __launch_bounds__(512, 1) router_rows(const __grid_constant__ RouterArgs a) { route_rows<16, 16, true>(a); }
 extern "C" __global__ void __launch_bounds__(1024, 1) router_rows_t4(const __grid_constant__ RouterArgs a) { route_rows<32, 4, false>(a); }

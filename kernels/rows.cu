@@ -1,6 +1,6 @@
 // Work on rows: planes, gated sums, the sum over ranks, argmax. Memory bound, one block or a few a row.
 //
-// planes_w{4,8,16}: planes (common/planes.cuh) of n(x)[t], n = nothing, RMSNorm, LayerNorm or silu(x) * up; x [T, K] f32
+// planes_w{4,8,16}, planes_k{4,8,16} (in the order of k): planes (common/planes.cuh) of n(x)[t], n = nothing, RMSNorm, LayerNorm or silu(x) * up; x [T, K] f32
 // moe_combine: y[t, d] = add[t, d] + scale * sum_rank gates[t, rank] pairs[t K + rank, d], ranks in order
 // add_gated:   acc[t, d] += scale * sigmoid(gate[t]) * add[t, d]; gate null for 1
 // argmax_rows: token[t] = first index of the largest logit; grid (blocks, T), last block of a row finishes
@@ -21,7 +21,7 @@ struct PlanesArgs {
   float eps;
 };
 // grid T, 128 or 256 threads
-template <int BITS>
+template <int BITS, int ORDER = BY_LANE>
 DEV void planes_row(const PlanesArgs& a) {
   __shared__ float scratch_sh[32];
   dependency_wait();
@@ -55,12 +55,15 @@ DEV void planes_row(const PlanesArgs& a) {
       }
     }
     const size_t group = (size_t)blockIdx.x * groups + (c >> 4);
-    make_block<BITS>(a.q + group * Block<BITS>::BYTES, a.scale + (size_t)blockIdx.x * scale_row(groups) + (c >> 4), c, f, c < chunks);
+    make_block<BITS, ORDER>(a.q + group * Block<BITS>::BYTES, a.scale + (size_t)blockIdx.x * scale_row(groups) + (c >> 4), c, f, c < chunks);
   }
 }
 extern "C" __global__ void __launch_bounds__(256) planes_w4(const __grid_constant__ PlanesArgs a) { planes_row<4>(a); }
 extern "C" __global__ void __launch_bounds__(256) planes_w8(const __grid_constant__ PlanesArgs a) { planes_row<8>(a); }
 extern "C" __global__ void __launch_bounds__(256) planes_w16(const __grid_constant__ PlanesArgs a) { planes_row<16>(a); }
+extern "C" __global__ void __launch_bounds__(256) planes_k4(const __grid_constant__ PlanesArgs a) { planes_row<4, BY_K>(a); }
+extern "C" __global__ void __launch_bounds__(256) planes_k8(const __grid_constant__ PlanesArgs a) { planes_row<8, BY_K>(a); }
+extern "C" __global__ void __launch_bounds__(256) planes_k16(const __grid_constant__ PlanesArgs a) { planes_row<16, BY_K>(a); }
 
 struct CombineArgs {
   float* y;

@@ -84,6 +84,41 @@ DEV void finish(Errors& e, int positive_only) {
 }
 DEV float smaller(float a, float b) { return b < a ? b : a; }
 
+// The first value that is not finite leaves 2 * its place in *bad, if that is less. Grid any, block any.
+extern "C" __global__ void solve_finite(const float* src, u64 n, u64* bad) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x)
+    if (!is_finite(src[i])) atomicMin(bad, 2 * i);
+}
+
+// What outputs lack, columns as they are visited: dst[r, i] = scale * (src drift + debt)[r, order[i]]; products[r] = src drift. debt: rows
+// that begin at the run's first, or null. Grid (tiles), block 256.
+extern "C" __global__ void solve_owed(float* dst, const float* products, const u64* debt, const float* scale, const u64* order, const Tile* tiles, int cols) {
+  Tile tile = tiles[blockIdx.x];
+  const int* from = (const int*)order[tile.moments];
+  const float* owed = (const float*)debt[tile.moments];
+  for (int r = warp_id(); r < tile.rows; r += WARPS) {
+    size_t row = (size_t)(tile.first + r) * cols;
+    for (int c = lane_id(); c < cols; c += 32) {
+      float sum = products[row + from[c]];
+      if (owed) sum += owed[row + from[c]];
+      dst[row + c] = sum * scale[tile.moments];
+    }
+  }
+}
+// src[r, order[i]] += change[r, i]; *lost: a change is not finite. Grid (tiles), block 256.
+extern "C" __global__ void solve_aim(float* src, const float* change, const u64* order, const Tile* tiles, int cols, int* lost) {
+  Tile tile = tiles[blockIdx.x];
+  const int* to = (const int*)order[tile.moments];
+  for (int r = warp_id(); r < tile.rows; r += WARPS) {
+    size_t row = (size_t)(tile.first + r) * cols;
+    for (int c = lane_id(); c < cols; c += 32) {
+      float by = change[row + c];
+      if (!is_finite(by)) lost[tile.moments] = 1;
+      src[row + to[c]] += by;
+    }
+  }
+}
+
 // Scales of least weighted squared error, one a group: grid[row, g]. A value that is not finite, or a scale beyond its type, leaves
 // 2 (row * cols + col), plus 1 for a scale, in *bad if that is less. Grid (tiles), block 256. energy: [cols] for each set of moments.
 extern "C" __global__ __launch_bounds__(256) void solve_scales(float* grid, const float* src, const u64* energy, const Tile* tiles, Form form, u64* bad) {

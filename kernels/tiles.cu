@@ -99,20 +99,25 @@ struct FloatCols {
   }
   DEV void store(float* slab_sh, const float* v) const { store_cols(slab_sh, v); }
 };
-// Columns of listed rows, each times its gate; no list: all rows, no gates: 1.
-struct ListedCols {
+// Rows of some pairs, each times its gate: the row of a pair is pair / divide. Without gates: times 1.
+struct Side {
   const float* src;
-  const int* list;
   const float* gates;
-  int stride, divide, depth, col, num_cols;
+  int stride, divide, cols, pad;
+};
+// Columns of the listed ones; no list: of the first `depth`.
+struct ListedCols {
+  const Side& side;
+  const int* list;
+  int depth, col;
   DEV void load(float* v, int k) const {
     int slice = k + own_slice();
     if (slice >= depth) return zero8(v);
     int pair = list ? list[slice] : slice;
-    const float* row = src + (size_t)(pair / divide) * stride;
-    run8(v, row, col + own_col(), num_cols, is_wide(row));
-    if (gates) {
-      float gate = gates[pair];
+    const float* row = side.src + (size_t)(pair / side.divide) * side.stride;
+    run8(v, row, col + own_col(), side.cols, is_wide(row));
+    if (side.gates) {
+      float gate = side.gates[pair];
 #pragma unroll
       for (int j = 0; j < 8; j++) v[j] *= gate;
     }
@@ -240,35 +245,63 @@ extern "C" __global__ void tiles_combine(float* dst, const float* outputs, const
   }
 }
 
-// Adds to the lower triangle of second moments, sums[s][i, j] += sum over the rows of expert `experts[s]` of gate^2 x_i x_j. The row of
-// a pair is pair / divide. Without lists: all `cap` rows; without gates: weight 1. Grid (tiles of the triangle, 1, sums).
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_moments(const u64* sums, const float* src, int src_stride, int divide, const float* gates, const int* lists, const int* counts, int cap, const int* experts, int cols) {
+// Adds to the lower triangle of second moments, sums[s][i, j] += sum over the pairs of expert `experts[s]` of x_i x_j. Without lists: over
+// `cap` pairs. Grid (tiles of the triangle, 1, sums).
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_moments(const u64* sums, Side x, const int* lists, const int* counts, int cap, const int* experts) {
   int expert = experts ? experts[blockIdx.z] : 0, count = lists ? counts[expert] : cap;
   if (count == 0) return;
-  int y = 0, x = blockIdx.x;
-  while (x > y) x -= ++y;
-  ListedCols a = {src, lists ? lists + (size_t)expert * cap : 0, gates, src_stride, divide, count, y * TILE, cols}, b = a;
-  b.col = x * TILE;
+  int across = blockIdx.x, down = 0;
+  while (across > down) across -= ++down;
+  const int* list = lists ? lists + (size_t)expert * cap : 0;
   float found[8][8];
-  multiply(found, a, b, count);
+  multiply(found, ListedCols{x, list, count, down * TILE}, ListedCols{x, list, count, across * TILE}, count);
   float* dst = (float*)sums[blockIdx.z];
   EACH_SUM(i, j) {
-    int row = y * TILE + sum_row(i), col = x * TILE + sum_col(j);
-    if (row < cols && col <= row) dst[(size_t)row * cols + col] += found[i][j];
+    int row = down * TILE + sum_row(i), col = across * TILE + sum_col(j);
+    if (row < x.cols && col <= row) dst[(size_t)row * x.cols + col] += found[i][j];
   }
 }
 
 // The diagonal alone. Grid (cols / 256, 1, sums), block 256.
-extern "C" __global__ void tiles_energies(const u64* sums, const float* src, int src_stride, int divide, const float* gates, const int* lists, const int* counts, int cap, const int* experts, int cols) {
+extern "C" __global__ void tiles_energies(const u64* sums, Side x, const int* lists, const int* counts, int cap, const int* experts) {
   int expert = experts ? experts[blockIdx.z] : 0, count = lists ? counts[expert] : cap, col = blockIdx.x * blockDim.x + threadIdx.x;
-  if (col >= cols || count == 0) return;
+  if (col >= x.cols || count == 0) return;
   float sum = 0;
   for (int r = 0; r < count; r++) {
     int pair = lists ? lists[(size_t)expert * cap + r] : r;
-    float x = src[(size_t)(pair / divide) * src_stride + col] * (gates ? gates[pair] : 1.0f);
-    sum += x * x;
+    float v = x.src[(size_t)(pair / x.divide) * x.stride + col] * (x.gates ? x.gates[pair] : 1.0f);
+    sum += v * v;
   }
   ((float*)sums[blockIdx.z])[col] += sum;
+}
+
+// Adds products of two sides, sums[s][i, j] += sum over the same pairs of left_i right_j. Grid (right / 128, left / 128, sums).
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_products(const u64* sums, Side left, Side right, const int* lists, const int* counts, int cap, const int* experts) {
+  int expert = experts ? experts[blockIdx.z] : 0, count = lists ? counts[expert] : cap;
+  if (count == 0) return;
+  const int* list = lists ? lists + (size_t)expert * cap : 0;
+  float found[8][8];
+  multiply(found, ListedCols{left, list, count, (int)blockIdx.y * TILE}, ListedCols{right, list, count, (int)blockIdx.x * TILE}, count);
+  float* dst = (float*)sums[blockIdx.z];
+  EACH_SUM(i, j) {
+    int row = blockIdx.y * TILE + sum_row(i), col = blockIdx.x * TILE + sum_col(j);
+    if (row < left.cols && col < right.cols) dst[(size_t)row * right.cols + col] += found[i][j];
+  }
+}
+
+// dst = (a - b) * factor. Grid any, block any.
+extern "C" __global__ void tiles_less(float* dst, const float* a, const float* b, float factor, u64 n) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) dst[i] = (a[i] - b[i]) * factor;
+}
+
+// shares[t, rank] = gate / sum of the token's gates. Grid any, block any.
+extern "C" __global__ void tiles_shares(float* shares, const float* gates, int top_k, u64 n) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n; i += (u64)gridDim.x * blockDim.x) {
+    const float* own = gates + i / top_k * top_k;
+    float all = 0;
+    for (int k = 0; k < top_k; k++) all += own[k];
+    shares[i] = gates[i] / fmaxf(all, 1.17549435e-38f);
+  }
 }
 
 // Scores of one run of tokens, scores[h, t, s] = scale * q[t, h] . k[s, h / group] for s <= t. Grid (n / 128, n / 128, H).
@@ -341,6 +374,39 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_rows(float* 
       float* to = dst + (size_t)(tile.first + r) * cols + c;
       *to = subtract ? *to - sums[i][j] : sums[i][j];
       if (j == 7) in_turn();
+    }
+  }
+}
+
+// With the factor of an inverse, H^-1 = U' U, U = diag(weight)^-1/2 (1 + upper), rows g go to g H^-1 in two steps, columns in the order of
+// visits: dst = (g + g upper') / weight, and then g + g upper. `upper` is zero up to its diagonal. Grid (columns / 128, tiles).
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_back(float* dst, const float* g, const u64* upper, const u64* weight, const Tile* tiles, int cols) {
+  Tile tile = tiles[blockIdx.y];
+  int first_col = blockIdx.x * TILE, own = first_col + own_row(), depth = cols - first_col;
+  const float* row = own_row() < tile.rows ? g + (size_t)(tile.first + own_row()) * cols + first_col : 0;
+  const float* factors = own < cols ? (const float*)upper[tile.moments] + (size_t)own * cols + first_col : 0;
+  float sums[8][8];
+  multiply(sums, FloatRows(row, depth), FloatRows(factors, depth), depth);
+  EACH_SUM(i, j) {
+    int r = sum_row(i), c = first_col + sum_col(j);
+    if (r < tile.rows && c < cols) {
+      size_t at = (size_t)(tile.first + r) * cols + c;
+      dst[at] = (g[at] + sums[i][j]) / ((const float*)weight[tile.moments])[c];
+    }
+  }
+}
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_forth(float* dst, const float* g, const u64* upper, const Tile* tiles, int cols) {
+  Tile tile = tiles[blockIdx.y];
+  int first_col = blockIdx.x * TILE, depth = min_int(cols, first_col + TILE);
+  const float* row = own_row() < tile.rows ? g + (size_t)(tile.first + own_row()) * cols : 0;
+  FloatCols factors((const float*)upper[tile.moments], cols, depth, first_col, cols);
+  float sums[8][8];
+  multiply(sums, FloatRows(row, depth), factors, depth);
+  EACH_SUM(i, j) {
+    int r = sum_row(i), c = first_col + sum_col(j);
+    if (r < tile.rows && c < cols) {
+      size_t at = (size_t)(tile.first + r) * cols + c;
+      dst[at] = g[at] + sums[i][j];
     }
   }
 }

@@ -3,10 +3,11 @@
     pip install gguf numpy safetensors
     python scripts/check_gguf.py [--moe target/release/moe] [FAMILY ...]
 
-Each fixture in tests/fixtures/reference, and the trained model in tests/fixtures/tiny, is quantized with groups of 32 and of 128 and
-exported. The package's own table of names must give each of ours for the checkpoint's name, its own dequantizers must give the
+Each fixture in tests/fixtures/reference, and the trained model in tests/fixtures/tiny, is quantized with groups of 32 and of 128, and
+with zero points in groups of 32, and exported. The package's own table of names must give each of ours for the checkpoint's name, its own dequantizers must give the
 artifact's values (decoded here from the packed words with numpy), and the keys that llama.cpp needs of every architecture must be
-there. Scales outside half precision are rounded to it, hence the tolerance: eleven bits, or the smallest half times the largest code.
+there. Scales outside half precision are rounded to it, hence the tolerance: eleven bits, or the smallest half times the largest code; values
+of an offset and a code share what their sizes allow.
 """
 
 import argparse
@@ -64,13 +65,19 @@ def weights(folder):
                 module = name.removesuffix(".weight_packed")
                 rows, cols = np.frombuffer(tensors[f"{module}.weight_shape"][1], "<i8")
                 words = np.frombuffer(data, np.uint8).reshape(rows, -1)
-                if words.shape[1] * 2 == cols:
-                    codes = np.stack([words & 15, words >> 4], -1).reshape(rows, cols).astype(np.float32) - 8
-                else:
-                    codes = words.astype(np.float32) - 128
+                four = words.shape[1] * 2 == cols
+                codes = np.stack([words & 15, words >> 4], -1).reshape(rows, cols) if four else words
                 scale = floats(*tensors[f"{module}.weight_scale"])
-                found[f"{module}.weight"] = codes * np.repeat(scale, cols // scale.shape[1], 1)
-            elif not name.endswith((".weight_scale", ".weight_shape")):
+                zero = np.full_like(scale, 8 if four else 128)
+                if f"{module}.weight_zero_point" in tensors:
+                    shape, packed = tensors[f"{module}.weight_zero_point"]
+                    points = np.frombuffer(packed, "<u4").reshape(shape["shape"])
+                    bits = np.arange(0, 32, 4 if four else 8)[None, :, None]
+                    points = points[:, None, :] >> bits & (15 if four else 255)
+                    zero = points.reshape(-1, scale.shape[1])[:rows].astype(np.float32)
+                wide = lambda x: np.repeat(x, cols // scale.shape[1], 1)
+                found[f"{module}.weight"] = (codes.astype(np.float32) - wide(zero)) * wide(scale)
+            elif not name.endswith((".weight_scale", ".weight_shape", ".weight_zero_point")):
                 found[name] = floats(entry, data)
     return found
 
@@ -103,13 +110,14 @@ def expected(config, arch, found):
     return named
 
 
-def check(moe, name, source, group, work):
-    artifact, output = work / f"{name}-{group}", work / f"{name}-{group}.gguf"
+def check(moe, name, source, options, work):
+    label = "-".join(options).replace("--", "")
+    artifact, output = work / f"{name}-{label}", work / f"{name}-{label}.gguf"
 
     def run(*args):
         return subprocess.run([*moe, *map(str, args)], check=True, cwd=ROOT, capture_output=True, text=True).stdout
 
-    run("quantize", source, "--output", artifact, "--group-size", group, "-q")
+    run("quantize", source, "--output", artifact, *options, "-q")
     report = json.loads(run("export", artifact, "--gguf", output, "--json"))
     config = json.loads((artifact / "config.json").read_text())
     arch = ARCH[config["model_type"]]
@@ -132,7 +140,9 @@ def check(moe, name, source, group, work):
         if tensor not in have:
             continue
         got = gguf.dequantize(have[tensor].data, have[tensor].tensor_type).reshape(value.shape)
-        bound = np.abs(value) * 2.0**-11 + 128 * 2.0**-25
+        offset = have[tensor].tensor_type == gguf.GGMLQuantizationType.Q4_1
+        size = 2 * np.abs(value).max() if offset else np.abs(value)
+        bound = size * 2.0**-11 + 128 * 2.0**-25
         exact += bool(np.array_equal(got, value))
         worst = max(worst, float((np.abs(got - value) / bound).max()))
     if worst > 1:
@@ -142,7 +152,7 @@ def check(moe, name, source, group, work):
     vocabulary = "tokenizer.ggml.tokens" in reader.fields
     types = ", ".join(f"{n} {k}" for k, n in report["types"].items())
     state = "ok" if not problems else "FAILED: " + "; ".join(problems)
-    print(f"{name} g{group}: {state}; {len(have)} tensors ({types}), {exact} of {len(want)} equal to the bit,"
+    print(f"{name} {label}: {state}; {len(have)} tensors ({types}), {exact} of {len(want)} equal to the bit,"
           f" {report['rounded_scales']} of {report['scales']} scales rounded{', vocabulary' if vocabulary else ''}", flush=True)
     return not problems
 
@@ -157,7 +167,8 @@ def main():
     if not args.families:
         models["tiny"] = ROOT / "tests/fixtures/tiny"
     with tempfile.TemporaryDirectory() as work:
-        results = [check(moe, n, p, g, pathlib.Path(work)) for n, p in models.items() for g in (32, 128)]
+        recipes = [("--group-size", "32"), ("--group-size", "128"), ("--group-size", "32", "--asym")]
+        results = [check(moe, n, p, r, pathlib.Path(work)) for n, p in models.items() for r in recipes]
     sys.exit(0 if all(results) else 1)
 
 

@@ -2,7 +2,7 @@
 
     python scripts/check_schemas.py [--moe target/release/moe] [--versions 0.15.0 0.16.0 ...] [--work FOLDER]
 
-Every fixture in tests/fixtures/reference is quantized under every built-in profile. Each release is installed with pip into a virtual
+Every fixture in tests/fixtures/reference is quantized under every built-in profile, two of them also with zero points. Each release is installed with pip into a virtual
 environment of its own (without torch: a folder that holds torch may be given with --site), and its `QuantizationConfig` reads every
 config: unknown keys inside a scheme are errors there, and each group's scheme must come back as it was written. One line a release.
 """
@@ -18,7 +18,7 @@ import venv
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "tests/fixtures/reference"
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "granitemoe", "phimoe"]
-PROFILES = ["mixed", "compact", "speq", "fast", "int8"]
+PROFILES = ["mixed", "compact", "speq", "fast", "int8", "compact --asym", "fast --asym"]
 VERSIONS = ["0.15.0", "0.16.0", "0.17.0", "0.18.0", "0.19.0", "0.20.1"]
 
 # Runs inside each environment: configs on standard input, one line of result.
@@ -46,7 +46,7 @@ def configs(moe, work):
     for family in FAMILIES:
         for profile in PROFILES:
             artifact = work / f"{family}-{profile}"
-            command = [*moe, "quantize", FIXTURES / family, "--output", artifact, "--profile", profile, "--quiet"]
+            command = [*moe, "quantize", FIXTURES / family, "--output", artifact, "--profile", *profile.split(), "--quiet"]
             subprocess.run(list(map(str, command)), check=True, cwd=ROOT, capture_output=True)
             found[f"{family} {profile}"] = json.loads((artifact / "config.json").read_text())["quantization_config"]
     return found

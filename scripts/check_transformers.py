@@ -1,7 +1,8 @@
 """Loads artifacts of every family in transformers with compressed-tensors and compares logits with `moe logits`.
 
     pip install -r scripts/requirements-transformers.txt
-    python scripts/check_transformers.py [--moe target/release/moe] [--profile mixed] [--positive-scales] [FAMILY ...]
+    python scripts/check_transformers.py [--moe target/release/moe] [--profile mixed] [--positive-scales] [--set PATTERN=FORMAT]
+                                        [FAMILY ...]
 
 Without --moe, `cargo run --release` builds and runs it. Each fixture in tests/fixtures/reference is quantized into a
 temporary folder, which both sides read unchanged on the CPU; transformers once with its defaults and once with
@@ -14,6 +15,9 @@ shown in brackets.
 
 transformers fuses the experts of a checkpoint by rules of its own, family by family, and has none for granitemoe. For that
 family the rule is registered through transformers.conversion_mapping first, and its line says so.
+
+Zero points: with --set 'layers.*.attn.*=int4:g32:asym' attention loads with `dequantize=True` and not by default; with
+--set 'layers.*.experts.**=int4:asym' experts fail in either mode. `moe quantize` warns of both.
 """
 
 import argparse
@@ -138,10 +142,12 @@ def main():
     parser.add_argument("--moe", type=pathlib.Path, help="binary to run instead of `cargo run --release`")
     parser.add_argument("--profile", default="mixed")
     parser.add_argument("--positive-scales", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="PATTERN=FORMAT", help="passed on to `moe quantize`")
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
     moe = [str(args.moe.resolve())] if args.moe else ["cargo", "run", "--quiet", "--release", "--"]
     options = ["--profile", args.profile] + ["--positive-scales"] * args.positive_scales
+    options += [word for rule in args.set for word in ("--set", rule)]
     with tempfile.TemporaryDirectory() as work:
         results = [check(moe, family, options, pathlib.Path(work)) for family in args.families or FAMILIES]
     sys.exit(0 if all(results) else 1)

@@ -4,7 +4,8 @@
 usage: python3 scripts/make_compressed_tensors_fixtures.py [OUT_DIR]
 
 Needs scripts/requirements-transformers.txt. Each file holds, for one source type, the matrix of every case and what the library's
-own calculate_qparams and pack-quantized compressor make of it: `<case>.weight`, `.weight_packed`, `.weight_scale`.
+own calculate_qparams and pack-quantized compressor make of it: `<case>.weight`, `.weight_packed`, `.weight_scale`, and of asymmetric
+cases `.weight_zero_point`.
 """
 
 import sys
@@ -16,12 +17,17 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
+# Bits, group, whether symmetric.
 CASES = {
-    "int4_g128": (4, 128),
-    "int4_g64": (4, 64),
-    "int4_g32": (4, 32),
-    "int8_g128": (8, 128),
-    "int8_channel": (8, None),
+    "int4_g128": (4, 128, True),
+    "int4_g64": (4, 64, True),
+    "int4_g32": (4, 32, True),
+    "int8_g128": (8, 128, True),
+    "int8_channel": (8, None, True),
+    "int4_g128_asym": (4, 128, False),
+    "int4_g32_asym": (4, 32, False),
+    "int4_channel_asym": (4, None, False),
+    "int8_g64_asym": (8, 64, False),
 }
 
 
@@ -36,9 +42,9 @@ def matrix(dtype, seed):
     return x.to(dtype)
 
 
-def quantize(weight, bits, group):
+def quantize(weight, bits, group, symmetric):
     args = QuantizationArgs(
-        num_bits=bits, type="int", symmetric=True, strategy="group" if group else "channel", group_size=group
+        num_bits=bits, type="int", symmetric=symmetric, strategy="group" if group else "channel", group_size=group
     )
     groups = weight.reshape(weight.shape[0], -1, group or weight.shape[1])
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
@@ -52,12 +58,13 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     for name, dtype in [("bf16", torch.bfloat16), ("f16", torch.float16), ("f32", torch.float32)]:
         tensors = {}
-        for seed, (case, (bits, group)) in enumerate(CASES.items()):
+        for seed, (case, (bits, group, symmetric)) in enumerate(CASES.items()):
             weight = matrix(dtype, seed)
-            made = quantize(weight, bits, group)
+            made = quantize(weight, bits, group, symmetric)
             tensors[f"{case}.weight"] = weight
-            for part in ("weight_packed", "weight_scale"):
-                tensors[f"{case}.{part}"] = made[part].contiguous()
+            for part in ("weight_packed", "weight_scale", "weight_zero_point"):
+                if part in made:
+                    tensors[f"{case}.{part}"] = made[part].contiguous()
         save_file(tensors, out / f"{name}.safetensors")
 
 

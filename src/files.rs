@@ -4,8 +4,10 @@
 //! bytes mean.
 
 mod output;
+mod reader;
 
 pub use output::{Existing, JOURNAL, OutputDir, WorkDir, partial_bytes};
+pub use reader::{Pages, ReadAt, ReadError, Reader};
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Read, Seek, Write};
@@ -81,7 +83,7 @@ impl FileError {
     }
 }
 
-/// A file without a name, gone when dropped: hidden states that do not fit in memory.
+/// A file without a name, gone when dropped: what does not fit in memory.
 pub struct Scratch(File);
 
 /// Creates a scratch file in the system's temporary folder.
@@ -100,6 +102,13 @@ impl Scratch {
         let read = file.seek(io::SeekFrom::Start(at)).and_then(|_| file.read_exact(&mut bytes));
         read.map_err(failed("read", Path::new("scratch file")))?;
         Ok(bytes)
+    }
+
+    /// The same file for readers.
+    pub fn reader(&self) -> Result<Reader, FileError> {
+        let path = Path::new("scratch file");
+        let file = self.0.try_clone().map_err(failed("open", path))?;
+        Ok(Reader::of(path, Box::new(file), None))
     }
 
     /// Writes bytes at `at`.

@@ -177,7 +177,7 @@ fn check_config(family: &str, profile: &str, set: &[&str]) -> (Value, Vec<Caveat
                 let ignored = strings(&config["ignore"]).iter().any(|p| hits(p, &module));
                 assert!(ignored, "{family} {profile}: {module} {shape:?} is neither target nor ignored");
             }
-            Format::Int { bits, group } => {
+            Format::Int { bits, group, .. } => {
                 assert_eq!(found.len(), 1, "{family} {profile} {module}: {found:?}");
                 let group = match group {
                     Group::Of(n) => Some(n as u64),

@@ -3,11 +3,13 @@
 use assert_cmd::Command;
 use moe::artifact::weights::{Patch, Weights};
 use moe::calib::lockstep::{self, Candidate, Place};
+use moe::calib::sets;
 use moe::calib::solve::{self, Advance, Choice, Progress, SolveError, Task};
 use moe::calib::windows::Window;
 use moe::ids::{Component, Part, Role, TensorId};
-use moe::quant::format::Format;
+use moe::quant::format::{Format, Zero};
 use moe::tensor::Dtype;
+use moe::text::{AddSpecial, Tokenizer};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -47,6 +49,8 @@ fn different(a: &Path, b: &Path) -> Vec<String> {
 fn format(id: TensorId) -> Format {
     match id.role.component() {
         _ if id.part == Part::Bias => Format::Source,
+        // Of either kind, so that both go through every file.
+        Component::Experts if id.layer.is_some_and(|l| l.0 % 2 == 1) => Format::INT4_G128.with_zero(Zero::Point),
         Component::Experts => Format::INT4_G128,
         Component::Attention | Component::Shared | Component::Mlp | Component::Embeddings => Format::INT8_CHANNEL,
         Component::Router | Component::Norms => Format::Source,
@@ -289,4 +293,49 @@ fn an_embedding_is_rounded_for_its_readers() {
     };
     let (alike, weighed) = (kld(false), kld(true));
     assert!(weighed < 0.8 * alike, "{weighed} {alike}");
+}
+
+/// Divergence of `tiny` with an int4 embedding behind which attention is int8: matrices chosen behind the embedding take part of its
+/// damage back, those chosen on the source's own activations none. Measured: 0.87 of what these leave; below 0.93 the aim is the
+/// source's. Fails if what is missing is taken from the wrong side, or what inputs lack is not looked at.
+#[test]
+fn later_matrices_make_up_for_the_embedding() {
+    let weights = Arc::new(Weights::open(&fixture("tiny")).unwrap());
+    let tokenizer = Tokenizer::open(&fixture("tiny")).unwrap();
+    let windows = |tokens: Vec<u32>, most: usize| -> Vec<Window> {
+        let piece = |t: &[u32]| Window { tokens: t.to_vec(), scored: 1..t.len(), task: 0 };
+        tokens.chunks_exact(256).take(most).map(piece).collect()
+    };
+    let samples = sets::builtin().unwrap();
+    let each = samples.iter().flat_map(|set| set.samples.iter().take(6)).map(|s| s.tokens(&tokenizer).unwrap());
+    let calibration = windows(each.flatten().collect(), 32);
+    let text = std::fs::read_to_string(fixture("measure/text.txt")).unwrap();
+    let held = windows(tokenizer.encode(&text, AddSpecial::No).unwrap(), 8);
+    let format = |id: TensorId| match id.role.component() {
+        _ if id == TensorId::global(Role::Embed) => Format::INT4_G128,
+        Component::Attention if id.part == Part::Weight => Format::INT8_CHANNEL,
+        _ => Format::Source,
+    };
+    let root = tempfile::tempdir().unwrap();
+    let kld = |advance: Advance, name: &str| {
+        let dir = root.path().join(name);
+        std::fs::create_dir_all(&dir).unwrap();
+        let task = Task {
+            weights: &weights,
+            windows: &calibration,
+            choices: vec![Choice { format: &format, dir }],
+            advance,
+            feedback: true,
+            positive_scales: false,
+            scale_dtype: Dtype::BF16,
+            max_memory: 1 << 30,
+        };
+        let found = solve::solve(&task, &mut |_| true).unwrap().remove(0);
+        let candidate = weights.patched(vec![Patch::Solved(found.solved)]);
+        let candidate = Candidate { weights: Arc::new(candidate), chunk: usize::MAX };
+        let compared = lockstep::compare(&weights, &[candidate], Place::Processor, &held, 1 << 30, &mut || true).unwrap();
+        compared[0].summary().kld.mean
+    };
+    let (apart, behind) = (kld(Advance::Source, "apart"), kld(Advance::Solved, "behind"));
+    assert!(behind < 0.93 * apart, "{} {behind} {apart}", behind / apart);
 }

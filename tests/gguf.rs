@@ -71,6 +71,11 @@ fn decode(kind: u32, bytes: &[u8], n: usize) -> (usize, Vec<f32>) {
             let value = |b: &[u8], i: usize| (f32::from(b[2 + i % 16] >> (4 * (i / 16)) & 15) - 8.0) * half(b);
             (n / 32 * 18, blocks.flat_map(|b| (0..32).map(|i| value(b, i)).collect::<Vec<_>>()).collect())
         }
+        3 => {
+            let blocks = bytes[..n / 32 * 20].chunks(20);
+            let value = |b: &[u8], i: usize| f32::from(b[4 + i % 16] >> (4 * (i / 16)) & 15) * half(b) + half(&b[2..]);
+            (n / 32 * 20, blocks.flat_map(|b| (0..32).map(|i| value(b, i)).collect::<Vec<_>>()).collect())
+        }
         8 => {
             let blocks = bytes[..n / 32 * 34].chunks(34);
             (n / 32 * 34, blocks.flat_map(|b| b[2..].iter().map(|c| f32::from(*c as i8) * half(b)).collect::<Vec<_>>()).collect())
@@ -170,14 +175,17 @@ fn reordered(r: usize, head: usize) -> usize {
 }
 
 /// Every value in the file is the artifact's, up to the rounding of scales to half precision: eleven bits, or half the smallest subnormal
-/// (2^-25) times the largest code, 128. Fails if a nibble, an expert, gate and up, or the order of a rotary pair is confused.
+/// (2^-25) times the largest code, 128. Zero points become offsets of up to the largest value, rounded alike. Fails if a nibble, an expert, gate and up, or the order of a rotary pair is confused.
 #[test]
 fn values_are_those_of_the_artifact() {
     for (family, arch) in FAMILIES {
-        for group in ["32", "128"] {
+        for (group, asym) in [("32", &[][..]), ("128", &[]), ("32", &["--asym"]), ("64", &["--asym"])] {
             let root = tempfile::tempdir().unwrap();
             let (artifact, file) = (root.path().join("artifact"), root.path().join("model.gguf"));
-            run(&["quantize", fixture(family).to_str().unwrap(), "-o", artifact.to_str().unwrap(), "-q", "--group-size", group]);
+            let (source, output) = (fixture(family), artifact.to_str().unwrap());
+            let quantize =
+                ["quantize", source.to_str().unwrap(), "-o", output, "-q", "--method", "absmax", "--group-size", group];
+            run(&[&quantize[..], asym].concat());
             run(&["export", artifact.to_str().unwrap(), "--gguf", file.to_str().unwrap(), "-q"]);
             let gguf = read(&file);
             let weights = Weights::open(&artifact).unwrap();
@@ -189,6 +197,8 @@ fn values_are_those_of_the_artifact() {
                 assert_eq!(tensor.dims[..2], [cols, rows], "{family}: {name}");
                 let first = id.expert.map_or(0, |e| e.0 as usize * rows * cols);
                 let wanted = weights.get(*id).unwrap().to_f32().unwrap();
+                // Values on both sides of an offset, each rounded.
+                let largest = 2.0 * wanted.iter().fold(0f32, |m, x| m.max(x.abs()));
                 let head = match id.role {
                     Role::Q | Role::K if matches!(arch, "llama" | "granitemoe") => match &weights.spec().layers[0].attn {
                         moe::model::spec::Attn::Gqa(a) => Some(a.head_dim),
@@ -200,12 +210,19 @@ fn values_are_those_of_the_artifact() {
                     let from = head.map_or(r, |h| reordered(r, h));
                     for c in 0..cols {
                         let (found, wanted) = (tensor.values[first + r * cols + c], wanted[from * cols + c]);
-                        let near = (found - wanted).abs() <= wanted.abs() * 2f32.powi(-11) + 128.0 * 2f32.powi(-25);
+                        let size = if tensor.kind == 3 { largest } else { wanted.abs() };
+                        let near = (found - wanted).abs() <= size * 2f32.powi(-11) + 128.0 * 2f32.powi(-25);
                         assert!(near, "{family} g{group}: {name} [{r}, {c}] is {found}, expected {wanted}");
                     }
                 }
                 let kind = match id.role {
-                    _ if id.expert.is_some() => 2,
+                    _ if id.expert.is_some() => {
+                        if asym.is_empty() {
+                            2
+                        } else {
+                            3
+                        }
+                    }
                     Role::Router => 0,
                     Role::Embed | Role::Head | Role::KvB => 30,
                     _ => 8,

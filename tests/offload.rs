@@ -9,8 +9,8 @@ use gpu::has_gpu;
 use moe::artifact::weights::Weights;
 use moe::engine::cuda::routing::Routing;
 use moe::engine::cuda::slots::Twin;
-use moe::engine::cuda::{CudaError, Engine, Kernels, Options};
-use moe::engine::{Batch, Engine as AnyEngine, Event, Rows, Turn};
+use moe::engine::cuda::{CudaError, Engine, Kernels, LoadError, Options};
+use moe::engine::{Batch, Engine as AnyEngine, EngineError, Event, Rows, Turn};
 use moe::ids::{Role, SeqId};
 use moe::model::family;
 use moe::model::plan::Slot;
@@ -19,7 +19,7 @@ use moe::quant::format::Format;
 use moe::sample::{Sampler, SamplerConfig, argmax};
 use moe::tiers::{Layer, Policy};
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 /// One model on the device at a time.
@@ -29,9 +29,16 @@ fn one() -> std::sync::MutexGuard<'static, ()> {
     DEVICE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+fn fixture() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny")
+}
+
 fn tiny(options: Options) -> Engine {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny");
-    let weights = Arc::new(Weights::open(&dir).unwrap());
+    open(&fixture(), options)
+}
+
+fn open(dir: &Path, options: Options) -> Engine {
+    let weights = Arc::new(Weights::open(dir).unwrap());
     Engine::open(weights, options, &mut |_, _| (), &mut |_| ()).unwrap()
 }
 
@@ -70,7 +77,16 @@ struct Found {
 }
 
 fn run(engine: Engine) -> (Found, Engine) {
+    run_with(engine, &mut |_| ()).unwrap()
+}
+
+/// The same, where something happens to the engine before the prompts and the continuations of every batch.
+fn run_with(engine: Engine, happen: &mut dyn FnMut(&mut Engine)) -> Result<(Found, Engine), EngineError> {
     let mut engine = AnyEngine::from(engine);
+    let mut happen = |engine: &mut AnyEngine| match engine {
+        AnyEngine::Cuda(engine) => happen(engine),
+        AnyEngine::Cpu(_) => unreachable!("it was opened on a GPU"),
+    };
     let vocab = engine.spec().vocab;
     let mut found = Found { logits: Vec::new(), tokens: Vec::new() };
     let keep = |engine: &AnyEngine, found: &mut Found| {
@@ -82,12 +98,13 @@ fn run(engine: Engine) -> (Found, Engine) {
     for batch in [1, 2, 3, 4, 8] {
         let seqs: Vec<SeqId> = (0..batch).map(SeqId).collect();
         let mut histories = Vec::new();
+        happen(&mut engine);
         for &seq in &seqs {
             let len = [70, 5, 200, 1][seq.0 as usize % 4];
             let prompt: Vec<u32> = (0..len).map(|i| (i * 7 + seq.0 * 131 + 3) % vocab as u32).collect();
             let mut pass = Batch::default();
             pass.push(seq, 0, &prompt, Rows::Last, 512);
-            engine.pass(&pass).unwrap();
+            engine.pass(&pass)?;
             histories.push([prompt, keep(&engine, &mut found)].concat());
         }
         let mut on = |chosen: &[u32]| {
@@ -97,17 +114,18 @@ fn run(engine: Engine) -> (Found, Engine) {
         let mut samplers = vec![greedy(); seqs.len()];
         let turns = seqs.iter().zip(&mut histories).zip(&mut samplers);
         let mut turns: Vec<Turn<'_>> = turns.map(|((&seq, tokens), sampler)| Turn { seq, tokens, sampler }).collect();
-        engine.decode(&mut turns, 20, 512, &mut on).unwrap();
+        happen(&mut engine);
+        engine.decode(&mut turns, 20, 512, &mut on)?;
         let mut pass = Batch::default();
         for (&seq, history) in seqs.iter().zip(&histories) {
             pass.push(seq, engine.cached(seq), &history[history.len() - 1..], Rows::Last, 512);
         }
-        engine.pass(&pass).unwrap();
+        engine.pass(&pass)?;
         keep(&engine, &mut found);
         seqs.iter().for_each(|&s| engine.release(s));
     }
     match engine {
-        AnyEngine::Cuda(engine) => (found, *engine),
+        AnyEngine::Cuda(engine) => Ok((found, *engine)),
         AnyEngine::Cpu(_) => unreachable!("it was opened on a GPU"),
     }
 }
@@ -165,6 +183,245 @@ fn prompts_are_the_same_in_several_waves() {
     }
 }
 
+/// Host memory of which the least works, in steps up to what a copy of every expert takes: first experts on the disk alone, read
+/// from the model's files or from a file of their own, then none. Exact; fails if an address is left behind where a copy was, if
+/// what a prompt reads ahead is taken for another expert, or if a permanent resident leaves its slot.
+fn same_with_little_host_memory(open: &dyn Fn(Options) -> Engine, slots: usize, kernels: Kernels) {
+    let options = Options { kernels, expert_slots: Some(slots), from_disk: true, ..Options::default() };
+    let (expected, roomy) = run(open(Options { expert_slots: None, ..options.clone() }));
+    drop(roomy);
+    let plan = open(options.clone()).vram().clone();
+    let (least, all) = (plan.smallest_host_bytes, plan.host_bytes);
+    for host_bytes in [least, (2 * least + all) / 3, (least + 2 * all) / 3, all] {
+        let (found, engine) = run(open(Options { host_bytes, ..options.clone() }));
+        let plan = engine.vram();
+        let traffic = engine.tiers().unwrap().take_traffic().unwrap();
+        println!(
+            "{slots} slots, {host_bytes} bytes of {least} to {all}, {kernels:?}: permanent {:?}, copies {:?}, {traffic:?}",
+            plan.permanent, plan.host_slots
+        );
+        assert!(plan.host_bytes <= host_bytes && (plan.disk_bytes > 0) == (traffic.disk_bytes > 0));
+        assert!(found == expected, "{slots} slots, {host_bytes} bytes, {kernels:?}");
+    }
+}
+
+#[test]
+fn a_small_model_is_the_same_with_little_host_memory() {
+    if has_gpu() {
+        let _one = one();
+        same_with_little_host_memory(&tiny, 2, Kernels::Fast);
+        same_with_little_host_memory(&tiny, 5, Kernels::Fast);
+        same_with_little_host_memory(&tiny, 3, Kernels::Plain);
+    }
+}
+
+#[test]
+fn many_experts_are_the_same_with_little_host_memory() {
+    if has_gpu() {
+        let _one = one();
+        let spec = many(64, 8);
+        same_with_little_host_memory(&|o| random(&spec, o), 8, Kernels::Fast);
+        same_with_little_host_memory(&|o| random(&spec, o), 24, Kernels::Fast);
+    }
+}
+
+/// A budget may change at any time, on every tier.
+#[test]
+fn slots_may_come_and_go_while_a_model_runs() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let spec = many(64, 8);
+    let (expected, whole) = run(random(&spec, Options::default()));
+    drop(whole);
+    let options = Options { expert_slots: Some(20), from_disk: true, ..Options::default() };
+    let plan = random(&spec, options.clone()).vram().clone();
+    for host_bytes in [plan.host_bytes, plan.host_bytes * 9 / 10, plan.smallest_host_bytes] {
+        let engine = random(&spec, Options { host_bytes, ..options.clone() });
+        let mut wanted = [8, 40, 1, 63, 64, 20, 12].into_iter().cycle();
+        let mut change = |engine: &mut Engine| {
+            let slots = wanted.next().unwrap();
+            engine.set_expert_slots(slots).unwrap();
+            for ((_, had), least) in engine.tiers().unwrap().slots().into_iter().zip(&engine.vram().permanent) {
+                assert_eq!(had, slots.max(*least));
+            }
+        };
+        let (found, _) = run_with(engine, &mut change).unwrap();
+        assert!(found == expected, "{host_bytes}");
+    }
+}
+
+/// Three prompts of 700 tokens, and twenty tokens of each: more than the pages of the smallest pool.
+fn run_long(engine: Engine) -> (Found, Engine) {
+    let mut engine = AnyEngine::from(engine);
+    let vocab = engine.spec().vocab as u32;
+    let mut found = Found { logits: Vec::new(), tokens: Vec::new() };
+    let mut histories: Vec<Vec<u32>> = (0..3).map(|s| (0..700).map(|i| (i * 7 + s * 131 + 3) % vocab).collect()).collect();
+    for (seq, history) in (0..).map(SeqId).zip(&mut histories) {
+        for start in [0, 350] {
+            let mut pass = Batch::default();
+            pass.push(seq, start, &history[start..start + 350], Rows::Last, 1024);
+            engine.pass(&pass).unwrap();
+        }
+        let logits = engine.slot(Slot::Logits).unwrap();
+        found.logits.extend(logits.iter().map(|x| x.to_bits()));
+        history.push(argmax(logits) as u32);
+    }
+    let mut samplers = vec![greedy(); 3];
+    let turns = (0..).map(SeqId).zip(&mut histories).zip(&mut samplers);
+    let mut turns: Vec<Turn<'_>> = turns.map(|((seq, tokens), sampler)| Turn { seq, tokens, sampler }).collect();
+    engine.decode(&mut turns, 20, 1024, &mut |_| ControlFlow::Continue(())).unwrap();
+    found.tokens.extend(histories.into_iter().flatten());
+    match engine {
+        AnyEngine::Cuda(engine) => (found, *engine),
+        AnyEngine::Cpu(_) => unreachable!("it was opened on a GPU"),
+    }
+}
+
+/// One byte less than all experts need beside the smallest pool: pages come out of the slots, within the budget. Fails if keys are
+/// left behind when the pool grows.
+#[test]
+fn pages_take_the_place_of_experts() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let spec = many(64, 8);
+    let (expected, whole) = run_long(random(&spec, Options::default()));
+    let resident = whole.vram().resident_bytes;
+    drop(whole);
+    let few = random(&spec, Options { cache_tok: 1, budget_bytes: Some(resident), ..Options::default() }).vram().resident_bytes;
+    let engine = random(&spec, Options { cache_tok: 1, budget_bytes: Some(few - 1), ..Options::default() });
+    let before = engine.vram().clone();
+    assert!(before.offloaded_bytes > 0 && before.cache_tok < 2100, "{before:?}");
+    let (found, mut engine) = run_long(engine);
+    let (notes, after) = (engine.take_notes(), engine.vram());
+    println!("{notes:?}");
+    assert!(found == expected);
+    assert!(after.cache_tok >= 2160 && after.slots < before.slots && after.total_bytes <= after.budget_bytes, "{after:?}");
+    assert!(notes.iter().any(|n| n.contains("slots instead of")), "{notes:?}");
+}
+
+/// Takes what is left of the GPU's memory until it is dropped, as another process would.
+struct Ballast(Vec<u64>);
+
+impl Ballast {
+    fn all(engine: &Engine) -> Self {
+        engine.device().memory().unwrap();
+        let mut taken = Vec::new();
+        let mut bytes: usize = 1 << 36;
+        while bytes >= 1 << 16 {
+            // SAFETY: the context of the engine's device is current to this thread since it was asked for its memory.
+            match unsafe { cudarc::driver::result::malloc_sync(bytes) } {
+                Ok(at) => taken.push(at),
+                Err(_) => bytes /= 2,
+            }
+        }
+        Self(taken)
+    }
+}
+
+impl Drop for Ballast {
+    fn drop(&mut self) {
+        for at in self.0.drain(..) {
+            // SAFETY: allocated above, freed once.
+            unsafe { cudarc::driver::result::free_sync(at).unwrap() }
+        }
+    }
+}
+
+/// All memory is taken by someone else once the model is loaded: pages still come, out of slots, and a pass that needs more than
+/// all slots together is refused and leaves a working engine.
+#[test]
+fn a_full_gpu_costs_slots_or_is_said() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let spec = shape(128, 8, 1024, 512);
+    let (expected, whole) = run_long(random(&spec, Options::default()));
+    let total = whole.vram().total_bytes;
+    drop(whole);
+    let few = |slots| Options { expert_slots: Some(slots), cache_tok: 1, budget_bytes: Some(2 * total), ..Options::default() };
+    let mut engine = random(&spec, few(96));
+    let ballast = Ballast::all(&engine);
+    let mut pass = Batch::default();
+    (0..16).for_each(|s| pass.push(SeqId(100 + s), 0, &vec![1; 1000], Rows::All, 1024));
+    let error = engine.pass(&pass).unwrap_err();
+    assert!(matches!(error, EngineError::Cuda(CudaError::Memory { .. }) | EngineError::CacheFull { .. }), "{error}");
+    (0..16).for_each(|s| engine.release(SeqId(100 + s)));
+    let (found, mut engine) = run_long(engine);
+    println!("{:?}, {:?}", engine.take_notes(), engine.tiers().unwrap().slots());
+    assert!(found == expected && engine.vram().cache_tok >= 2160);
+    drop(ballast);
+}
+
+/// Page-locked memory of which a system gives less than planned: the rest is done without, and said.
+#[test]
+fn refused_page_locked_memory_costs_time_only() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let (expected, whole) = run(tiny(Options::default()));
+    drop(whole);
+    let options = Options { expert_slots: Some(4), from_disk: true, ..Options::default() };
+    let plan = tiny(options.clone()).vram().clone();
+    for share in [90, 75, 60] {
+        let locked_limit = Some(plan.host_bytes * share / 100);
+        let (found, mut engine) = run(tiny(Options { locked_limit, ..options.clone() }));
+        let notes = engine.take_notes();
+        println!("{share} %: {notes:?}");
+        assert!(found == expected && notes.iter().any(|n| n.contains("page-locked")), "{share} %: {notes:?}");
+    }
+    let weights = Arc::new(Weights::open(&fixture()).unwrap());
+    let none = Options { locked_limit: Some(1), ..options };
+    let refused = Engine::open(weights, none, &mut |_, _| (), &mut |_| ()).err();
+    assert!(matches!(refused, Some(LoadError::Cuda(CudaError::PageLocked { .. }))), "{refused:?}");
+}
+
+/// The files of a model whose experts are read while it runs. Deleted, they can still be read; cut short, the run ends with an
+/// error that names the file, without a signal and without another token, and what came before is right.
+#[test]
+fn a_model_that_is_deleted_or_cut_short_gives_no_wrong_token() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let (expected, whole) = run(tiny(Options::default()));
+    drop(whole);
+    let options = Options { expert_slots: Some(2), from_disk: true, ..Options::default() };
+    let least = tiny(options.clone()).vram().smallest_host_bytes;
+    let copied = || {
+        let dir = tempfile::tempdir().unwrap();
+        for entry in std::fs::read_dir(fixture()).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+        }
+        let engine = open(dir.path(), Options { host_bytes: least, ..options.clone() });
+        assert!(engine.vram().disk_bytes > 0);
+        (dir, engine)
+    };
+    let (dir, engine) = copied();
+    dir.close().unwrap();
+    assert!(run(engine).0 == expected);
+
+    let (dir, engine) = copied();
+    let file = std::fs::OpenOptions::new().write(true).open(dir.path().join("model.safetensors")).unwrap();
+    let half = file.metadata().unwrap().len() / 2;
+    let mut calls = 0;
+    let error = run_with(engine, &mut |_| {
+        calls += 1;
+        if calls == 4 {
+            file.set_len(half).unwrap();
+        }
+    });
+    let error = error.map(drop).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, EngineError::Cuda(CudaError::Read(_))) && text.contains("model.safetensors"), "{text}");
+}
+
 /// The kernel follows the rule of its host twin. Exact; fails if decay, rise, or the order of equal experts differ.
 #[test]
 fn slots_hold_what_the_rule_says() {
@@ -174,14 +431,18 @@ fn slots_hold_what_the_rule_says() {
     let _one = one();
     let spec = many(64, 8);
     for policy in [Policy::Static, Policy::Lru, Policy::Lfu, Policy::Lrfu { shift: 2 }, Policy::Lrfu { shift: 6 }] {
-        follows_the_rule(&spec, policy);
+        follows_the_rule(&spec, policy, u64::MAX);
     }
+    let all = random(&spec, Options { expert_slots: Some(20), ..Options::default() }).vram().host_bytes;
+    follows_the_rule(&spec, Policy::Lrfu { shift: 3 }, all * 9 / 10);
 }
 
-fn follows_the_rule(spec: &ModelSpec, policy: Policy) {
-    let mut engine = random(spec, Options { expert_slots: Some(20), policy: Some(policy), ..Options::default() });
+fn follows_the_rule(spec: &ModelSpec, policy: Policy, host_bytes: u64) {
+    let mut engine = random(spec, Options { expert_slots: Some(20), policy: Some(policy), host_bytes, ..Options::default() });
     let layer = Layer { experts: 64, top_k: 8, slot_bytes: 0, visits: Vec::new() };
-    let mut twins: Vec<Twin> = spec.layers.iter().map(|_| Twin::new(policy, &layer, 20)).collect();
+    let permanent = engine.vram().permanent.clone();
+    assert_eq!(permanent.iter().any(|&p| p > 0), host_bytes < u64::MAX);
+    let mut twins: Vec<Twin> = permanent.iter().map(|&p| Twin::new(policy, &layer, 20).permanent(p)).collect();
     let mut moved = 0;
     for step in 0..40u32 {
         let mut batch = Batch::default();
@@ -242,7 +503,7 @@ fn a_limited_link_is_no_faster() {
     let limit = 1e9;
     let (_, engine) = run(random(&spec, Options { expert_slots: Some(8), link_limit: Some(limit), ..Options::default() }));
     let traffic = engine.tiers().unwrap().take_traffic().unwrap();
-    assert!(traffic.bytes > 0 && traffic.stall_ns as f64 >= 0.99 * traffic.bytes as f64 / limit * 1e9, "{traffic:?}");
+    assert!(traffic.bytes > 0 && traffic.busy_ns as f64 >= 0.99 * traffic.bytes as f64 / limit * 1e9, "{traffic:?}");
 }
 
 /// What is too little for one slot a layer is refused, and the refusal says what is needed.

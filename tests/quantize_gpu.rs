@@ -11,7 +11,7 @@ use moe::calib::lockstep::{self, Candidate, Place};
 use moe::calib::solve::{self, Advance, Choice, Outcome, Task};
 use moe::calib::windows::Window;
 use moe::ids::{Component, Part, TensorId};
-use moe::quant::format::{Bits, Format, Group, fit};
+use moe::quant::format::{Bits, Format, Group, Zero, fit};
 use moe::tensor::Dtype;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -63,7 +63,7 @@ fn all_in(weights: &Weights, bits: Bits, group: Group) -> impl Fn(TensorId) -> F
     move |id| match id.role.component() {
         _ if id.part == Part::Bias => Format::Source,
         Component::Router | Component::Norms => Format::Source,
-        _ => fit(Format::Int { bits, group }, weights.get(id).map_or(0, |w| w.cols)),
+        _ => fit(Format::Int { bits, group, zero: Zero::Middle }, weights.get(id).map_or(0, |w| w.cols)),
     }
 }
 

@@ -10,15 +10,15 @@ use moe::artifact::config::quantization_config;
 use moe::artifact::weights::Weights;
 use moe::ids::{Component, ExpertId, LayerId, Role, TensorId};
 use moe::profile::precision::{Decisions, Profile, decide};
-use moe::quant::format::{Format, Group};
+use moe::quant::format::{Format, Group, Zero};
 use regex::Regex;
 use serde_json::Value;
 use std::path::Path;
 
 const FAMILIES: [&str; 7] = ["deepseek_v2", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"];
 
-/// Width of codes and columns of a scale; `None`: a row.
-type Codes = (u64, Option<u64>);
+/// Width of codes, columns of a scale (`None`: a row), and whether there are no zero points.
+type Codes = (u64, Option<u64>, bool);
 /// `None` for an unquantized layer.
 type Scheme = Option<Codes>;
 
@@ -43,7 +43,8 @@ impl Reader {
     fn new(config: &Value, strict: bool) -> Self {
         let group = |g: &Value| {
             let w = &g["weights"];
-            (strings(&g["targets"]), (w["num_bits"].as_u64().unwrap(), w["group_size"].as_u64()))
+            let symmetric = w["symmetric"].as_bool().unwrap();
+            (strings(&g["targets"]), (w["num_bits"].as_u64().unwrap(), w["group_size"].as_u64(), symmetric))
         };
         let groups = config["config_groups"].as_object().unwrap().values().map(group).collect();
         Self { ignore: strings(&config["ignore"]), groups, strict }
@@ -93,15 +94,22 @@ impl Reader {
     }
 }
 
+/// Every built-in profile, and what `--asym` makes of it.
+fn profiles() -> Vec<Profile> {
+    let built_in = || Profile::names().into_iter().map(|name| Profile::built_in(name).unwrap());
+    built_in().chain(built_in().map(Profile::with_zero_points)).collect()
+}
+
 fn expected(decided: &Decisions, id: TensorId) -> Scheme {
     match decided.format(id) {
         Format::Source => None,
-        Format::Int { bits, group } => Some((
+        Format::Int { bits, group, zero } => Some((
             bits.count() as u64,
             match group {
                 Group::Of(n) => Some(n as u64),
                 Group::Channel => None,
             },
+            zero == Zero::Middle,
         )),
     }
 }
@@ -116,12 +124,12 @@ fn both_engines_find_the_scheme_of_every_linear_layer() {
         let weights =
             Weights::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)).unwrap();
         let names = weights.family().names;
-        for profile in Profile::names() {
-            let decided = decide(weights.tensors(), weights.spec().tied, &[], &Profile::built_in(profile).unwrap());
+        for profile in profiles() {
+            let decided = decide(weights.tensors(), weights.spec().tied, &[], &profile);
             let config = quantization_config(&names, weights.tensors(), |id| decided.format(id), &[]).value.unwrap();
             for (engine, strict) in [("vLLM", false), ("SGLang", true)] {
                 let reader = Reader::new(&config, strict);
-                let shown = |what: &str| format!("{engine}, {family}, {profile}: {what}");
+                let shown = |what: &str| format!("{engine}, {family}, {}: {what}", profile.name);
                 for (id, shape) in weights.tensors().iter().filter(|(_, shape)| shape.len() == 2) {
                     let module = names.module(*id);
                     let (parent, child) = module.rsplit_once('.').unwrap_or(("", &module));
@@ -185,8 +193,8 @@ fn the_form_is_the_one_all_readers_share() {
     for family in FAMILIES {
         let weights =
             Weights::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference").join(family)).unwrap();
-        for profile in Profile::names() {
-            let decided = decide(weights.tensors(), weights.spec().tied, &[], &Profile::built_in(profile).unwrap());
+        for profile in profiles() {
+            let decided = decide(weights.tensors(), weights.spec().tied, &[], &profile);
             let names = weights.family().names;
             let config = quantization_config(&names, weights.tensors(), |id| decided.format(id), &[]).value.unwrap();
             assert_eq!(config["format"], "pack-quantized");
@@ -197,7 +205,7 @@ fn the_form_is_the_one_all_readers_share() {
                 assert_eq!(keys, ["targets", "format", "weights"], "{name}");
                 assert_eq!(group["format"], "pack-quantized");
                 let w = &group["weights"];
-                assert!(w["symmetric"] == true && w["type"] == "int" && w["dynamic"] == false, "{w}");
+                assert!(w["symmetric"].is_boolean() && w["type"] == "int" && w["dynamic"] == false, "{w}");
                 assert_eq!(w["strategy"], if w["group_size"].is_null() { "channel" } else { "group" });
             }
         }

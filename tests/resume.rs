@@ -185,6 +185,7 @@ fn only_the_same_run_is_resumed() {
     let resume = |extra: &[&str]| quantize(built.path(), &output, &[&["--resume"], extra].concat());
     fails(&resume(&["--profile", "fast"]), 1, &["cannot resume", "`profile` = \"mixed\", now it is \"fast\"", "hint:"]);
     fails(&resume(&["--positive-scales"]), 1, &["`positive_scales` = false"]);
+    fails(&resume(&["--asym"]), 1, &["`asym` = false"]);
     let other: Vec<String> = arguments(built.path(), &output, &["--resume"]).iter().map(|a| a.replace("30KB", "50KB")).collect();
     fails(&Command::new(program()).args(other).output().unwrap(), 1, &["laid out otherwise", "`--shard-size`"]);
 

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 #include "../../kernels/linear.cu"
+#include "../../kernels/wide.cu"
 #include "../../kernels/moe.cu"
 #include "../../kernels/router.cu"
 #include "../../kernels/attention.cu"
@@ -219,10 +220,10 @@ struct Planes {
   char* q;
   float* scale;
 };
-enum { S4, H4, N32, N64, VARIANT_COUNT };
+enum { S4, H4, N32, N64, WG, VARIANT_COUNT };
 static int format_row(int bits, int G, int K) { return bits == 16 ? 7 : bits == 8 ? (G == K ? 6 : G == 32 ? 5 : G == 64 ? 4 : 3) : G == 32 ? 2 : G == 64 ? 1 : 0; }
 static const void* linear_kernel(int row, int variant) {
-#define VARIANTS(N) {(const void*)linear_##N##_s4, (const void*)linear_##N##_h4, (const void*)linear_##N##_n32, (const void*)linear_##N##_n64}
+#define VARIANTS(N) {(const void*)linear_##N##_s4, (const void*)linear_##N##_h4, (const void*)linear_##N##_n32, (const void*)linear_##N##_n64, (const void*)linear_##N##_wg}
   static const void* table[8][VARIANT_COUNT] = {VARIANTS(w4), VARIANTS(w4_g64), VARIANTS(w4_g32), VARIANTS(w8), VARIANTS(w8_g64), VARIANTS(w8_g32), VARIANTS(w8_c), VARIANTS(w16)};
   return table[row][variant];
 }
@@ -240,7 +241,21 @@ static int occupancy(const void* kernel, int threads, size_t shared) {
 }
 static const size_t MOST_SHARED = 227 * 1024;
 static int blocks_each = 0, column_cost = 16;
+static int wide_columns = 0, wide_cost = 16;
+static size_t wide_shared(int bits, int sub, int columns) { return 1024 + (bits == 4 ? 6 : bits == 8 ? 4 : 3) * (((size_t)columns * (bits == 16 ? 512 : 256) + 192 * (16 * bits + 16) + 256 + 1023) / 1024 * 1024); }
 static bool run_linear(LinearArgs a, int bits, int G, int variant) {
+  if (variant == WG) {
+    const int sub = subs(bits, G, a.K);
+    int tiles = 0, best = 1 << 30;
+    for (int i = 0; i < a.num_matrices; i++) tiles += (a.m[i].rows + 191) / 192;
+    for (int c = bits == 16 ? 32 : 64; c >= 16; c -= 16) {
+      const int slots = num_sm, works = tiles * ((a.T + c - 1) / c), cost = (works + slots - 1) / slots * (c + wide_cost);
+      if (wide_columns ? c == std::min(wide_columns, bits == 16 ? 32 : 64) : cost < best) best = cost, a.columns = c;
+    }
+    const int works = tiles * ((a.T + a.columns - 1) / a.columns);
+    launch(linear_kernel(format_row(bits, G, a.K), WG), dim3(std::min(works, num_sm)), 512, wide_shared(bits, sub, a.columns), a);
+    return true;
+  }
   const int row = format_row(bits, G, a.K), sub = subs(bits, G, a.K), depth = (variant == N32 || bits == 16 ? 2 : 3) + (variant == H4);
   const int mt = variant < N32 ? 1 : 2, wm = variant == N64 ? 4 : variant == H4 ? 8 : 1, wk = variant == N64 || variant == H4 ? 1 : 8, nt = variant < N32 ? 1 : variant == N32 ? (row == 2 ? 4 : 8) : 16;
   size_t shared = 0;
@@ -265,10 +280,10 @@ static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   return true;
 }
 static Planes planes_for(int bits, int T, int K) { return {device<char>((size_t)T * groups_of_k(K) * (bits == 16 ? 512 : 256)), zeros<float>((size_t)T * (groups_of_k(K) + 3) / 4 * 4 + 4 * (size_t)T)}; }
-static void run_planes(const Planes& p, int bits, const PlanesArgs& like, int T) {
+static void run_planes(const Planes& p, int bits, const PlanesArgs& like, int T, bool by_k = false) {
   PlanesArgs a = like;
   a.q = p.q, a.scale = p.scale;
-  launch(bits == 4 ? (const void*)planes_w4 : bits == 8 ? (const void*)planes_w8 : (const void*)planes_w16, dim3(T), a.K <= 1024 ? 128 : 256, 0, a);
+  launch(by_k ? (bits == 4 ? (const void*)planes_k4 : bits == 8 ? (const void*)planes_k8 : (const void*)planes_k16) : bits == 4 ? (const void*)planes_w4 : bits == 8 ? (const void*)planes_w8 : (const void*)planes_w16, dim3(T), a.K <= 1024 ? 128 : 256, 0, a);
 }
 
 static void check_linear() {
@@ -288,6 +303,8 @@ static void check_linear() {
         std::vector<double> e0 = multiply(n, w[0], T), e1 = multiply(n, w[1], T);
         Planes p = planes_for(c.bits, T, c.K);
         run_planes(p, c.bits, {0, 0, x, norm == 3 ? up : nullptr, gain, shift, c.K, c.K, norm == 3 ? 0 : norm, 1e-6f}, T);
+        Planes pk = planes_for(c.bits, T, c.K);
+        run_planes(pk, c.bits, {0, 0, x, norm == 3 ? up : nullptr, gain, shift, c.K, c.K, norm == 3 ? 0 : norm, 1e-6f}, T, true);
         std::vector<float> hb = download(bias, c.r0);
         float* y0 = random_f32((size_t)T * c.r0, 1.f);
         float* y1 = zeros<float>((size_t)T * c.r1);
@@ -297,7 +314,7 @@ static void check_linear() {
           if ((variant < N32 && T > 4) || (variant < N32 && norm == 2)) continue;
           LinearArgs a = {};
           OK(cudaMemcpy(y0, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
-          a.x = x, a.up = norm == 3 ? up : nullptr, a.x_q = p.q, a.x_scale = p.scale;
+          a.x = x, a.up = norm == 3 ? up : nullptr, a.x_q = variant == WG ? pk.q : p.q, a.x_scale = variant == WG ? pk.scale : p.scale;
           a.gain = gain, a.T = T, a.K = c.K, a.x_stride = c.K, a.norm = norm == 3 ? 0 : norm, a.eps = 1e-6f, a.num_matrices = 2;
           a.m[0] = {w[0].packed, w[0].scale, bias, y0, y0, c.r0, c.r0, 0.5f, 0};
           a.m[1] = {w[1].packed, w[1].scale, nullptr, nullptr, y1, c.r1, c.r1, 1.f, 0};
@@ -360,21 +377,18 @@ static void host_route(int* ids, float* gates, const float* logits, const Router
 static bool generic_router = false;
 static const int ROWS_FROM = 65;
 static int router_most = 128;
-static void run_planes(const Planes& p, int bits, const PlanesArgs& like, int T);
-static Planes planes_for(int bits, int T, int K);
-static bool run_linear(LinearArgs a, int bits, int G, int variant);
 static bool direct_route(const RouterArgs& a) { return a.T <= 4 && a.T * a.rule.K <= 32 && a.rule.E <= 128 && a.rule.select == 0; }
-static void run_router(RouterArgs a, bool rows = true) {
+static void run_router(RouterArgs a, bool rows = true, bool wide = false) {
   const int E = a.rule.E, K = a.rule.K;
   if (a.T >= ROWS_FROM && !a.w_is_f32) {
     static std::map<int, Planes> scratch;
     if (!scratch.count(a.D)) scratch[a.D] = planes_for(16, 1024, a.D);
     PlanesArgs n = {0, 0, a.x, nullptr, a.gain, a.shift, a.D, a.D, a.norm, a.eps};
-    run_planes(scratch[a.D], 16, n, a.T), run_planes({a.x_q, a.x_scale}, a.bits, n, a.T);
+    run_planes(scratch[a.D], 16, n, a.T, wide), run_planes({a.x_q, a.x_scale}, a.bits, n, a.T, wide);
     LinearArgs l = {};
     l.x_q = scratch[a.D].q, l.x_scale = scratch[a.D].scale, l.T = a.T, l.K = a.D, l.num_matrices = 1;
     l.m[0] = {a.w, nullptr, nullptr, nullptr, a.logits, E, E, 1.f, 0};
-    run_linear(l, 16, 1, N64);
+    run_linear(l, 16, 1, wide ? WG : N64);
   } else {
     const int tokens = a.T == 1 ? 1 : 4;
     a.ahead = !a.w_is_f32 && a.T != 2;
@@ -384,13 +398,13 @@ static void run_router(RouterArgs a, bool rows = true) {
   const bool any = E > 128 || a.rule.select || generic_router;
   const int warps = any ? 16 : 32;
   a.tokens = a.T <= router_most ? (a.T + warps - 1) / warps * warps : warps;
-  launch(any ? (const void*)router_rows : (const void*)router_rows_t4, dim3((a.T + a.tokens - 1) / a.tokens), 32 * warps, 4ull * ((a.T * K + 31) / 32 * E + a.T * K + (any ? 16 * E : 0)), a);
+  launch(any ? (const void*)router_rows : (const void*)router_rows_t4, dim3((a.T + a.tokens - 1) / a.tokens), 32 * warps, 4ull * (((a.T * K + 31) / 32 | 1) * E + a.T * K + E + (any ? 16 * E : 0)), a);
 }
-enum { EXPERTS_S4, EXPERTS_N64 };
+enum { EXPERTS_S4, EXPERTS_N64, EXPERTS_WG };
 static int s4_most = 64, most_stages = 8, cols_most = 4, most_teams = 3, most_shared_kb = 227;
-#define EXPERT_KERNELS(N) {(const void*)moe_gate_up_##N##_s4, (const void*)moe_gate_up_##N##_n64, (const void*)moe_down_pairs_##N##_s4, (const void*)moe_down_pairs_##N##_n64, (const void*)moe_down_##N}
+#define EXPERT_KERNELS(N) {(const void*)moe_gate_up_##N##_s4, (const void*)moe_gate_up_##N##_n64, (const void*)moe_down_pairs_##N##_s4, (const void*)moe_down_pairs_##N##_n64, (const void*)moe_down_##N, (const void*)moe_gate_up_##N##_wg, (const void*)moe_down_pairs_##N##_wg}
 static const void* expert_kernel(int row, int which) {
-  static const void* table[8][5] = {EXPERT_KERNELS(w4), EXPERT_KERNELS(w4_g64), EXPERT_KERNELS(w4_g32), EXPERT_KERNELS(w8), EXPERT_KERNELS(w8_g64), EXPERT_KERNELS(w8_g32), EXPERT_KERNELS(w8_c), EXPERT_KERNELS(w16)};
+  static const void* table[8][7] = {EXPERT_KERNELS(w4), EXPERT_KERNELS(w4_g64), EXPERT_KERNELS(w4_g32), EXPERT_KERNELS(w8), EXPERT_KERNELS(w8_g64), EXPERT_KERNELS(w8_g32), EXPERT_KERNELS(w8_c), EXPERT_KERNELS(w16)};
   return table[row][which];
 }
 static int scales_of(int bits, int G, int K) { return bits == 16 ? 0 : G == K && G > 128 ? 1 : K / G; }
@@ -399,6 +413,13 @@ static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slot
   const int groups = groups_of_k(a.inner);
   const bool any = variant < 0;
   if (any) variant = a.T > s4_most;
+  if (variant == EXPERTS_WG) {
+    const int sub = subs(bits, G, a.inner);
+    a.columns = wide_columns ? wide_columns : std::min(bits == 16 ? 32 : 64, (a.T + 15) / 16 * 16);
+    const int tiles = first ? (a.rows + 95) / 96 : (a.rows + 191) / 192, most = tiles * (max_slots + a.T * a.K / a.columns);
+    launch(expert_kernel(format_row(bits, G, a.inner), first ? 5 : 6), dim3(std::min(most, num_sm)), 512, wide_shared(bits, sub, a.columns) + 4 * max_slots, a);
+    return true;
+  }
   const void* kernel = expert_kernel(format_row(bits, G, a.inner), (first ? 0 : 2) + variant);
   if (!variant) {
     const int tile = first ? 32 : 64, tiles = (a.rows + (first ? 15 : 63)) / (first ? 16 : 64), works = tiles * max_slots;
@@ -505,7 +526,7 @@ static void check_router_and_experts() {
 
       float *h = zeros<float>((size_t)T * K * F), *y = random_f32((size_t)T * D, 1.f), *d = device<float>((size_t)T * K * D);
       std::vector<double> hd, want_h((size_t)T * K * F), want_y((size_t)T * D);
-      const ExpertsArgs half = {nullptr, nullptr, nullptr, a.slots, a.num_slots, a.pairs, {}, T, K, 0, 0, 0, 0, 0};
+      const ExpertsArgs half = {nullptr, nullptr, nullptr, a.slots, a.num_slots, a.pairs, {}, {}, T, K, 0, 0, 0, 0, 0};
       const bool direct = direct_route(a);
       int* ids_d = device<int>(T * K);
       float* gates_d = device<float>(T * K);
@@ -533,6 +554,17 @@ static void check_router_and_experts() {
         snprintf(name, 128, "moe_gate_up w%d g%d E %d K %d D %d F %d T %d variant %d", c.bits, c.G, E, K, D, F, T, variant);
         compare(name, hd, want_h, 2e-4);
       }
+      Planes pxk = planes_for(c.bits, T, D), phk = planes_for(c.bits, T * K, F);
+      run_planes(pxk, c.bits, {0, 0, r, nullptr, gain, shift, D, D, c.norm, 1e-6f}, T, true);
+      if (!direct) {
+        ExpertsArgs up = half;
+        up.out = h, up.x_q = pxk.q, up.x_scale = pxk.scale, up.inner = D, up.rows = F;
+        OK(cudaMemset(h, 255, (size_t)T * K * F * 4));
+        run_experts(true, up, c.bits, GD, std::min(T * K, E), EXPERTS_WG);
+        hd = widen(download(h, (size_t)T * K * F));
+        snprintf(name, 128, "moe_gate_up w%d g%d E %d K %d D %d F %d T %d wide", c.bits, c.G, E, K, D, F, T);
+        compare(name, hd, want_h, 2e-4);
+      }
       std::vector<float> before = download(y, (size_t)T * D);
       for (size_t i = 0; i < before.size(); i++) want_y[i] = before[i];
       for (int e = 0; e < E; e++) {
@@ -549,7 +581,7 @@ static void check_router_and_experts() {
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       for (int listed = !direct; T <= 4 && listed < 2; listed++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
-        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, T, D, F, K, 0, 0, 0, 0.7f};
+        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, {}, T, D, F, K, 0, 0, 0, 0.7f};
         if (!listed) down.gates = nullptr, down.direct = {a.logits, x.table, nullptr, nullptr, rule, 0};
         if (run_down(down, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
@@ -565,6 +597,18 @@ static void check_router_and_experts() {
         snprintf(name, 128, "moe_down_pairs w%d g%d E %d K %d D %d F %d T %d variant %d", c.bits, c.G, E, K, D, F, T, variant);
         compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
+      if (!direct) {
+        run_planes(phk, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 1e-6f}, T * K, true);
+        OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
+        OK(cudaMemset(d, 255, (size_t)T * K * D * 4));
+        ExpertsArgs down = half;
+        down.out = d, down.x_q = phk.q, down.x_scale = phk.scale, down.inner = F, down.rows = D;
+        run_experts(false, down, c.bits, GF, std::min(T * K, E), EXPERTS_WG);
+        launch((const void*)moe_combine, dim3((D + 511) / 512, T), 128, 0, CombineArgs{y, y, d, a.gates, D, K, 0.7f});
+        snprintf(name, 128, "moe_down_pairs w%d g%d E %d K %d D %d F %d T %d wide", c.bits, c.G, E, K, D, F, T);
+        compare(name, download(y, (size_t)T * D), want_y, 2e-4);
+      }
+      cudaFree(pxk.q), cudaFree(pxk.scale), cudaFree(phk.q), cudaFree(phk.scale);
       for (void* p : {(void*)r, (void*)gain, (void*)shift, (void*)a.logits, (void*)a.ids, (void*)a.gates, (void*)a.slots, (void*)a.num_slots, (void*)a.pairs, (void*)px.q, (void*)ph.q, (void*)h, (void*)y, (void*)d}) cudaFree(p);
     }
     for (auto* v : {&x.gate, &x.up, &x.down}) for (auto& s : *v) cudaFree(s.packed), cudaFree(s.scale);
@@ -717,6 +761,7 @@ static Model build(const Shape& s, int context, int max_batch) {
   OK(cudaDeviceSynchronize());
   return m;
 }
+static bool use_wide = true;
 static int staged_most = 4, pairs_from = 2, direct_most = 4, max_splits_one = 32, wide_from = 33, head_variant = H4;
 struct Buffers {
   float *x, *q, *k, *v, *attn, *h, *d, *logits, *router_logits, *gates, *partial;
@@ -746,7 +791,8 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   }
   const double distinct = s.E * (1 - pow(1 - (double)s.K / s.E, T));
   const bool staged = T <= staged_most;
-  const int variant = staged ? S4 : T < wide_from ? N32 : N64;
+  const bool wide = T >= 64 && use_wide;
+  const int variant = staged ? S4 : T < wide_from ? N32 : wide ? WG : N64;
   std::vector<Op> ops;
   ops.push_back({"reset", -1, 0, [=] { OK(cudaMemcpyAsync(b.x, x0, 4ull * T * s.D, cudaMemcpyDeviceToDevice, stream)); }});
   for (int l = 0; l < s.L; l++) {
@@ -754,7 +800,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     const RouteRule rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
     const bool direct = T <= direct_most && T * s.K <= 32;
     const DirectRoute route = direct ? DirectRoute{b.router_logits, y.table, b.ids, b.gates, rule, 0} : DirectRoute{};
-    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, y.attn_gain, nullptr, s.D, s.D, 1, 1e-6f}, T); }});
+    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, y.attn_gain, nullptr, s.D, s.D, 1, 1e-6f}, T, wide); }});
     ops.push_back({"qkv", l, y.q.bytes() + y.k.bytes() + y.v.bytes(), [=] {
       LinearArgs a = {};
       a.x = b.x, a.x_q = b.px.q, a.x_scale = b.px.scale, a.norm = staged, a.gain = y.attn_gain, a.eps = 1e-6f, a.T = T, a.K = s.D, a.x_stride = s.D, a.num_matrices = 3;
@@ -770,7 +816,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
       a.max_splits = max_splits, a.norm = s.qk_norm, a.eps = 1e-6f, a.clip = INFINITY, a.rope_dim = s.Dh, a.scale = 1.f / sqrtf(s.Dh);
       run_attention(a, s.Dh, T);
     }});
-    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.pa, 8, {0, 0, b.attn, nullptr, nullptr, nullptr, q, q, 0, 1e-6f}, T); }});
+    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.pa, 8, {0, 0, b.attn, nullptr, nullptr, nullptr, q, q, 0, 1e-6f}, T, wide); }});
     ops.push_back({"o_proj", l, y.o.bytes(), [=] {
       LinearArgs a = {};
       a.x = b.attn, a.x_q = b.pa.q, a.x_scale = b.pa.scale, a.T = T, a.K = q, a.x_stride = q, a.num_matrices = 1;
@@ -781,15 +827,15 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
       RouterArgs a = {};
       a.logits = b.router_logits, a.ids = b.ids, a.gates = b.gates, a.slots = b.slots, a.num_slots = b.num_slots, a.pairs = b.pairs, a.x_q = b.pe.q, a.x_scale = b.pe.scale, a.x = b.x, a.gain = y.ffn_gain, a.w = y.router;
       a.table = y.table, a.counters = b.counters + 2048, a.T = T, a.D = s.D, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.rule = rule;
-      run_router(a, !direct);
+      run_router(a, !direct, wide);
     }});
-    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
+    ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
     bool whole = T < pairs_from;
     if (whole) {
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, {}, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
-      ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K); }});
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E)); }});
+      ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K, wide); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
       ops.push_back({"combine", l, 0, [=] { launch((const void*)moe_combine, dim3((s.D + 511) / 512, T), 128, 0, CombineArgs{b.x, b.x, b.d, b.gates, s.D, s.K, 0.1f}); }});
     }
   }
@@ -889,7 +935,11 @@ int main(int argc, char** argv) {
     if (has("one") || context > 2048) batches = {1};
     if (value("batch", 0)) batches = {value("batch", 0)};
     measure(m, batches, has("kernels"));
-    if (has("prefill")) measure(m, {512}, true, false);
+    if (has("prefill")) {
+      measure(m, {512, 1024}, true, false);
+      use_wide = false, measure(m, {512}, true, false), use_wide = true;
+      for (int c : {48, 64}) printf("%d tokens a run: ", c), wide_columns = c, measure(m, {512}, true, false);
+    }
     if (has("variants")) {
       for (int n : {2, 3}) printf("at most %d teams: ", n), most_teams = n, measure(m, {1, 4, 8, 32}, false);
       for (int n : {0, 1}) printf("direct %d: ", n), direct_most = n, measure(m, {1, 2, 4}, false);

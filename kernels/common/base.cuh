@@ -18,6 +18,8 @@ DEV u32 bf16_pair(float lo, float hi) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
+// what a pair leaves of the floats it was made of, as a pair
+DEV u32 bf16_rest(float lo, float hi, u32 pair) { return bf16_pair(lo - bf16_lo(pair), hi - bf16_hi(pair)); }
 DEV bf16 to_bf16(float x) { return (bf16)bf16_pair(x, 0.f); }
 
 // read once, keep out of L1
@@ -47,12 +49,28 @@ DEV int load_s32_l2(const int* p) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
   return r;
 }
+// Between blocks of kernels that run at the same time: what a thread (or its block, before a barrier) wrote ahead of a release is seen
+// by who reads the released value.
+DEV int load_acquire(const int* p) {
+  int r;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+DEV void store_release(int* p, int x) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+DEV void add_release(int* p, int x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+// nanoseconds
+DEV u64 global_time() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV void copy_async_16(void* dst_sh, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(dst_sh)), "l"(src) : "memory");
-}
+DEV void copy_async_16(u32 dst, const void* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
+DEV void copy_async_16(void* dst_sh, const void* src) { copy_async_16(shared_address(dst_sh), src); }
+DEV void copy_async_4(u32 dst, const void* src) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory"); }
+DEV void copy_async_4(void* dst_sh, const void* src) { copy_async_4(shared_address(dst_sh), src); }
 DEV void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEV void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -10,9 +10,10 @@
 // of token t. A sum over k does not care about the order of k as long as both operands agree: lane t takes the 16 bytes of
 // consecutive k that it loaded.
 //
-// A token's group is a block [piece][plane][lane t][16 bytes]. At four bits piece i of two is k 32 t + 16 i.., each run of eight as
-// 0 2 4 6 1 3 5 7; at eight bits k 64 i + 16 t.. of two; at sixteen k 32 i + 8 t.. of four. A row is [groups][block], its scales
-// [groups, up to a multiple of 4] f32 (unused at sixteen bits).
+// A token's group is a block. BY_LANE: [piece][plane][lane t][16 bytes]. At four bits piece i of two is k 32 t + 16 i.., each run of eight as
+// 0 2 4 6 1 3 5 7; at eight bits k 64 i + 16 t.. of two; at sixteen k 32 i + 8 t.. of four. BY_K, for warpgroup products: [plane][128] in the order of
+// k, except that at four bits each run of 32 is [parity of k][16]. A row is [groups][block], its scales [groups, up to a multiple of 4]
+// f32 (unused at sixteen bits).
 #pragma once
 #include "mma.cuh"
 
@@ -32,16 +33,17 @@ DEV void mma_s8(int* c, const u32* a, u32 b0, u32 b1) {
 DEV u32 pack_bytes(int a, int b, int c, int d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); }
 // Sixteen neighbouring lanes with eight elements each (chunk c of a row) make one block; all lanes of a warp take part, `use` says
 // which write. Not-a-number and infinity end up in the scale.
-template <int BITS>
+enum PlaneOrder { BY_LANE, BY_K };
+template <int BITS, int ORDER = BY_LANE>
 DEV void make_block(char* block, float* scale, int c, const float* f, bool use) {
   const int in = c & 15;
   if (BITS == 16) {
     uint4 h, l;
     u32 *hi = &h.x, *lo = &l.x;
 #pragma unroll
-    for (int i = 0; i < 4; i++) hi[i] = bf16_pair(f[2 * i], f[2 * i + 1]), lo[i] = bf16_pair(f[2 * i] - bf16_lo(hi[i]), f[2 * i + 1] - bf16_hi(hi[i]));
-    char* at = block + (in >> 2) * 128 + (in & 3) * 16;
-    if (use) *(uint4*)at = h, *(uint4*)(at + 64) = l;
+    for (int i = 0; i < 4; i++) hi[i] = bf16_pair(f[2 * i], f[2 * i + 1]), lo[i] = bf16_rest(f[2 * i], f[2 * i + 1], hi[i]);
+    char* at = block + (ORDER == BY_K ? in * 16 : (in >> 2) * 128 + (in & 3) * 16);
+    if (use) *(uint4*)at = h, *(uint4*)(at + (ORDER == BY_K ? 256 : 64)) = l;
     return;
   }
   u32 top = 0;
@@ -63,9 +65,15 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use) 
     l = make_uint2(__byte_perm(l.x, l.y, 0x6420), __byte_perm(l.x, l.y, 0x7531));
   }
   if (!use) return;
+  if (in == 0) *scale = largest * (1.f / 16256.f);
+  if (ORDER == BY_K) {
+    char* at = block + (BITS == 4 ? (in >> 2) * 32 + (in & 3) * 4 : in * 8);
+    const int second = BITS == 4 ? 16 : 4;
+    *(u32*)at = h.x, *(u32*)(at + second) = h.y, *(u32*)(at + 128) = l.x, *(u32*)(at + 128 + second) = l.y;
+    return;
+  }
   char* at = block + (BITS == 4 ? (in >> 1 & 1) * 128 + (in >> 2) * 16 + (in & 1) * 8 : (in >> 3) * 128 + (in >> 1 & 3) * 16 + (in & 1) * 8);
   *(uint2*)at = h, *(uint2*)(at + 64) = l;
-  if (in == 0) *scale = largest * (1.f / 16256.f);
 }
 
 // Groups of weights as a template argument: G = 32, 64 or 128 weights a scale, or 0 for one a row or none. SUB: scales a group of 128.

@@ -22,6 +22,11 @@ DEV u32 warp_min_u32(u32 x) {
   asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x));
   return r;
 }
+DEV u32 warp_sum_u32(u32 x) {
+  u32 r;
+  asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(x));
+  return r;
+}
 // scratch_sh: 32 floats; every thread gets the sum; at most 1024 threads
 DEV float block_sum(float x, float* scratch_sh) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;

@@ -26,12 +26,23 @@ struct ExpertSlot {
   int expert;
   int first;     // of its pairs in the list
   int count;     // pairs
-  int reserved;
+  int arrival;   // 0: it is there; else it is on its way, and 1 + its place in Arrivals.pieces
   u16 pair[8];   // the first eight of them: token * K + rank
   u16 token[8];  // and their tokens
 };
 // pair n of an expert
 DEV int slot_pair(const ExpertSlot& slot, const int* pairs, int n) { return n < 8 ? slot.pair[n] : pairs[slot.first + n]; }
+
+// Experts that arrive while the products run (tiers.cu). A list is there once its length is above zero; an expert on its way is there
+// once all its pieces are. Launches take turns with two sets of counts.
+static const int MOST_MOVES = 1024;
+struct Arrivals {
+  const int* pieces;  // [2 turns][2 halves][MOST_MOVES] that are there, from the half on that is read; or null: every list and expert is
+                      // there when the kernel before is done
+  int* waited;        // [2][2] likewise: longest wait of a block in which it had nothing else to do, nanoseconds
+  int needed;         // pieces of an expert
+  int pad;
+};
 
 // The same without a list: every block chooses from the logits. T <= 4, T K <= 32, E <= 128, the plain K highest.
 struct DirectRoute {
@@ -53,6 +64,7 @@ struct ExpertsArgs {
   const int* num_slots;
   const int* pairs;      // [T K], by slot
   DirectRoute direct;    // streaming kernels only
+  Arrivals arrivals;     // likewise; with a list only
   int T, K;              // K: experts a token
   int inner, rows;       // of a matrix
   int columns;           // tokens of an expert at a time

@@ -61,5 +61,11 @@ DEV void stream_done(u64* barrier_sh) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_sh)) : "memory");
 #endif
 }
+// Orders what this thread has seen arrive before the bulk copies that it asks for next.
+DEV void stream_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 // a barrier of some warps of the block, named 1..15
 DEV void team_barrier(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }

@@ -6,7 +6,7 @@
 
 use crate::ids::{Component, ExpertId, LayerId, Part, Role, TensorId};
 use crate::model::names::{Readers, Spelling};
-use crate::quant::format::{Format, Group};
+use crate::quant::format::{Bits, Format, Group, Zero};
 use crate::tensor::Dtype;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +26,14 @@ pub enum Caveat {
     Experts,
     /// The family is none that this version runs.
     Unchecked,
+    /// Experts have zero points.
+    ExpertZeros,
+    /// Matrices outside the experts have zero points.
+    DenseZeros,
+    /// Matrices of eight bits have zero points.
+    EightZeros,
+    /// The embedding has zero points.
+    EmbeddingZeros,
     /// The embedding is quantized.
     Embedding,
     /// The head is quantized.
@@ -47,6 +55,19 @@ impl fmt::Display for Caveat {
             Caveat::Experts => f.write_str("transformers up to 5.24 does not assemble per-expert tensors of this family"),
             Caveat::Unchecked => f.write_str(
                 "this version does not run the family: names and shapes follow the checkpoint, but no reader was tried",
+            ),
+            Caveat::ExpertZeros => f.write_str(
+                "experts have zero points (asym): transformers up to 5.24 does not load them; vLLM and SGLang do in releases after June \
+                2026, by Marlin on NVIDIA GPUs, and refuse them before and elsewhere",
+            ),
+            Caveat::DenseZeros => f.write_str(
+                "matrices outside the experts have zero points (asym): transformers up to 5.24 loads these with `dequantize=True` only",
+            ),
+            Caveat::EightZeros => f.write_str(
+                "8-bit matrices have zero points (asym): Marlin takes those of 4 bits only, so that vLLM and SGLang fail on them",
+            ),
+            Caveat::EmbeddingZeros => f.write_str(
+                "the embedding has zero points (asym): vLLM computes as if it had none (drop `:asym` from its --set)",
             ),
             Caveat::Embedding => f.write_str(
                 "the embedding is quantized; this tool loads it, transformers, most model files of vLLM and all of SGLang do not \
@@ -135,6 +156,13 @@ pub fn quantization_config(
             .filter(|(r, _)| quantized(*r))
             .map(|(_, c)| c),
     );
+    let zeros = |of: &dyn Fn(Role, Format) -> bool| {
+        roles.iter().any(|(r, layers)| layers.values().any(|f| f.has_zero_points() && of(*r, *f)))
+    };
+    caveats.extend(zeros(&|r, _| is_expert(r)).then_some(Caveat::ExpertZeros));
+    caveats.extend(zeros(&|r, _| !is_expert(r)).then_some(Caveat::DenseZeros));
+    caveats.extend(zeros(&|_, f| matches!(f, Format::Int { bits: Bits::Eight, .. })).then_some(Caveat::EightZeros));
+    caveats.extend(zeros(&|r, _| r == Role::Embed).then_some(Caveat::EmbeddingZeros));
     let value = json!({
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -171,7 +199,7 @@ pub fn model_dtype(config: &Value) -> Option<Dtype> {
 }
 
 fn group(scheme: Format, targets: Vec<String>) -> Value {
-    let Format::Int { bits, group } = scheme else { return Value::Null };
+    let Format::Int { bits, group, zero } = scheme else { return Value::Null };
     let (strategy, group_size) = match group {
         Group::Of(n) => ("group", json!(n)),
         Group::Channel => ("channel", Value::Null),
@@ -180,7 +208,7 @@ fn group(scheme: Format, targets: Vec<String>) -> Value {
         "targets": targets,
         "format": "pack-quantized",
         "weights": {
-            "num_bits": bits.count(), "type": "int", "symmetric": true,
+            "num_bits": bits.count(), "type": "int", "symmetric": zero == Zero::Middle,
             "strategy": strategy, "group_size": group_size, "dynamic": false,
         },
     })

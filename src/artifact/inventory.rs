@@ -3,16 +3,17 @@
 //! A family with a row of its own is checked name by name ([`super::weights::Weights`]); of any other, what its structure tells
 //! is identified and the rest stands aside. Opening reads headers, and 16 bytes for each packed matrix.
 
-use super::weights::{Data, Stored, Weight, Weights, WeightsError};
+use super::weights::{Data, Declared, Stored, Weight, Weights, WeightsError, packed_form};
 use crate::checkpoint::{Checkpoint, mxfp4};
 use crate::ids::{Part, TensorId};
 use crate::model::config::ConfigError;
 use crate::model::names::Spelling;
 use crate::model::outline::Outline;
 use crate::model::structure::{self, Aside, Logical, Place};
-use crate::quant::format::{Bits, Format, Group, Packed};
+use crate::quant::format::{Format, Packed, Zero};
 use crate::tensor::Dtype;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::path::Path;
 
 /// A model directory whose tensors are identified.
@@ -37,8 +38,8 @@ impl Inventory {
     }
 
     fn of_structure(checkpoint: Checkpoint) -> Result<Self, WeightsError> {
-        let block = super::weights::quantization(&checkpoint)?;
-        let (decoded, claimed) = decoded(&checkpoint, block);
+        let declared = super::weights::quantization(&checkpoint)?;
+        let (decoded, claimed) = decoded(&checkpoint, declared);
         let mut tensors: Vec<Logical<'_>> =
             decoded.iter().map(|(name, (shape, stored))| Logical { name, shape, blocks: is_blocks(stored) }).collect();
         let plain = checkpoint.names().filter(|n| !claimed.contains(*n) && !decoded.contains_key(*n));
@@ -145,9 +146,14 @@ impl Inventory {
     /// Format an id is stored in; all forms but packed integers count as [`Format::Source`].
     pub fn format(&self, id: TensorId) -> Option<Format> {
         self.stored.get(&id).map(|s| match s {
-            Stored::Packed { bits, group, .. } => Format::Int { bits: *bits, group: *group },
+            Stored::Packed { bits, group, zero, .. } => Format::Int { bits: *bits, group: *group, zero: *zero },
             _ => Format::Source,
         })
+    }
+
+    /// Whether an id is stored as integers with zero points.
+    pub fn has_zero_points(&self, id: TensorId) -> bool {
+        self.format(id).is_some_and(Format::has_zero_points)
     }
 
     /// Element type of an id's tensor in the files, the codes' for coded ones.
@@ -191,15 +197,13 @@ impl Inventory {
                 let data = Data::Mxfp4(mxfp4::Rows { codes, scales, first: *first_row, step: *step });
                 Weight { rows: *rows, cols: *cols, data }
             }
-            Stored::Packed { module, bits, group } => {
-                let (words, scales) = (tensor(&format!("{module}.weight_packed"))?, tensor(&format!("{module}.weight_scale"))?);
+            Stored::Packed { module, bits, group, zero } => {
+                let part = |what: &str| tensor(&format!("{module}.weight_{what}"));
+                let (words, scales) = (part("packed")?, part("scale")?);
+                let zeros = if *zero == Zero::Point { Some(part("zero_point")?.bytes) } else { None };
                 let (rows, cols) = (words.shape[0], words.shape[1] * bits.per_word());
-                let group = match group {
-                    Group::Of(n) => *n,
-                    Group::Channel => cols,
-                };
-                let (bits, scale_dtype) = (*bits, scales.dtype);
-                let packed = Packed { bits, group, rows, cols, words: words.bytes, scales: scales.bytes, scale_dtype };
+                let (bits, group, scale_dtype) = (*bits, group.columns(cols), scales.dtype);
+                let packed = Packed { bits, group, rows, cols, words: words.bytes, scales: scales.bytes, scale_dtype, zeros };
                 Weight { rows, cols, data: Data::Packed(packed) }
             }
             Stored::Fp8 { name, scale, block } => {
@@ -209,6 +213,27 @@ impl Inventory {
             }
         };
         Some(weight)
+    }
+
+    /// Where the bytes of a weight lie whose stored bits are those of its floats, or its codes, zero points if it has any, and scales:
+    /// the shard and the range of its file. `None` for what has to be decoded.
+    pub fn spans(&self, id: TensorId) -> Option<Vec<(usize, Range<usize>)>> {
+        let span = |name: &str| self.checkpoint.entry(name).map(|e| (e.shard, e.range.clone()));
+        match self.stored.get(&id)? {
+            Stored::Plain { name } => Some(vec![span(name)?]),
+            Stored::Slice { fused } => {
+                let entry = self.checkpoint.entry(&fused.tensor)?;
+                let row_bytes = entry.dtype.bytes(fused.shape[2]);
+                let start = entry.range.start + fused.first_row * row_bytes;
+                Some(vec![(entry.shard, start..start + fused.rows * row_bytes)])
+            }
+            Stored::Packed { module, zero, .. } => {
+                let points = (*zero == Zero::Point).then_some("zero_point");
+                let parts = ["packed"].into_iter().chain(points).chain(["scale"]);
+                parts.map(|part| span(&format!("{module}.weight_{part}"))).collect()
+            }
+            Stored::Gather { .. } | Stored::Mxfp4 { .. } | Stored::Fp8 { .. } => None,
+        }
     }
 
     /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.
@@ -230,7 +255,7 @@ fn is_blocks(stored: &Stored) -> bool {
 type Decoded = BTreeMap<String, (Vec<usize>, Stored)>;
 
 /// Pairs of codes and scales, found by type and name; and the names of all that belong to a pair.
-fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<String>) {
+fn decoded(checkpoint: &Checkpoint, declared: Declared) -> (Decoded, HashSet<String>) {
     let (mut found, mut claimed) = (Decoded::new(), HashSet::new());
     for name in checkpoint.names() {
         let Some(entry) = checkpoint.entry(name) else { continue };
@@ -242,7 +267,7 @@ fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<Stri
                 .find(|s| entry_of(s).is_some())
         };
         let parts = if let Some(module) = name.strip_suffix(".weight_packed") {
-            packed(checkpoint, module).map(|(shape, stored)| (format!("{module}.weight"), shape, stored))
+            packed(checkpoint, module, declared.zero).map(|(shape, stored)| (format!("{module}.weight"), shape, stored))
         } else if let (Some(stem), Dtype::U8, &[e, out, n, 16]) = (name.strip_suffix(BLOCKS), entry.dtype, &entry.shape[..]) {
             let scales = format!("{stem}_scales");
             let fits = matches!(entry_of(&scales), Some((Dtype::U8 | Dtype::F8E8M0, &[a, b, c])) if [a, b, c] == [e, out, n]);
@@ -261,7 +286,7 @@ fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<Stri
                 })
         } else if let (Some(module), Dtype::F8E4M3, &[rows, cols]) = (name.strip_suffix(".weight"), entry.dtype, &entry.shape[..])
         {
-            let stored = |scale| Stored::Fp8 { name: name.into(), scale, block };
+            let stored = |scale| Stored::Fp8 { name: name.into(), scale, block: declared.block };
             scale_of(module).map(|scale| (name.to_string(), vec![rows, cols], stored(scale)))
         } else {
             None
@@ -274,20 +299,15 @@ fn decoded(checkpoint: &Checkpoint, block: [usize; 2]) -> (Decoded, HashSet<Stri
     (found, claimed)
 }
 
-/// The logical shape and form of a packed module, from the shape stored beside it.
-fn packed(checkpoint: &Checkpoint, module: &str) -> Option<(Vec<usize>, Stored)> {
-    let entry = |what: &str| checkpoint.entry(&format!("{module}.weight_{what}"));
+/// The logical shape and form of a packed module, from the shape stored beside it; `None` also where its zero points are not what
+/// the config declares.
+fn packed(checkpoint: &Checkpoint, module: &str, declared: Option<Zero>) -> Option<(Vec<usize>, Stored)> {
+    let entry = |what: &str| checkpoint.entry(&format!("{module}.weight_{what}")).map(|e| (e.dtype, &e.shape[..]));
     let (words, scales) = (entry("packed")?, entry("scale")?);
     let view = checkpoint.tensor(&format!("{module}.weight_shape")).filter(|v| v.dtype == Dtype::I64 && v.bytes.len() == 16)?;
     let dims: Vec<usize> =
         view.bytes.chunks_exact(8).filter_map(|b| usize::try_from(i64::from_le_bytes(b.try_into().ok()?)).ok()).collect();
-    let (&[rows, cols], &[r, w]) = (&dims[..], &words.shape[..]) else { return None };
-    let bits = [Bits::Four, Bits::Eight].into_iter().find(|b| r == rows && w.checked_mul(b.per_word()) == Some(cols))?;
-    let group = match scales.shape[..] {
-        [r, 1] if r == rows => Group::Channel,
-        [r, n] if r == rows && n > 0 && cols.is_multiple_of(n) => Group::Of(cols / n),
-        _ => return None,
-    };
-    let sound = words.dtype == Dtype::I32 && scales.dtype.is_float();
-    sound.then(|| (dims, Stored::Packed { module: module.into(), bits, group }))
+    let &[rows, cols] = &dims[..] else { return None };
+    let Format::Int { bits, group, zero } = packed_form([rows, cols], words, scales, entry("zero_point"))? else { return None };
+    declared.is_none_or(|d| d == zero).then(|| (dims, Stored::Packed { module: module.into(), bits, group, zero }))
 }

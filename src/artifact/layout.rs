@@ -1,11 +1,11 @@
 //! Where every tensor of an artifact lies: order, shards, headers. A pure function over names and sizes.
 //!
-//! The tensors of one expert are neighbours (gate, up, down: packed, then their scales), so that an expert is one read. The
+//! The tensors of one expert are neighbours (gate, up, down: packed, then zero points, then scales), so that an expert is one read. The
 //! data of a shard begins at a page; no holes; every tensor begins at a multiple of its element size; small tensors and
 //! shapes come last.
 
 use crate::ids::TensorId;
-use crate::quant::format::{Bits, Group};
+use crate::quant::format::{Bits, Group, Zero};
 use crate::tensor::Dtype;
 use serde_json::{Map, Value, json};
 
@@ -44,6 +44,13 @@ pub enum Content {
         bits: Bits,
         /// Columns a scale covers.
         group: Group,
+        /// The code of zero.
+        zero: Zero,
+    },
+    /// The zero points of a weight, whose codes come earlier in the same shard.
+    Zeros {
+        /// Which.
+        id: TensorId,
     },
     /// The scales of a weight, whose codes come earlier in the same shard.
     Scales {

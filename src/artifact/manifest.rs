@@ -104,6 +104,9 @@ pub struct Recipe {
     pub overrides: Vec<String>,
     /// Group size that replaced the profile's.
     pub group_size: Option<usize>,
+    /// Whether the four-bit formats of the profile were given zero points.
+    #[serde(default)]
+    pub asym: bool,
     /// Rounding method.
     pub method: String,
     /// Whether scales were kept positive.

@@ -8,7 +8,7 @@ use super::manifest::{Action, Row, Totals};
 use super::weights::{Data, Stored};
 use crate::checkpoint::mxfp4;
 use crate::ids::{Part, Role, TensorId};
-use crate::quant::format::{Bits, Format, Group};
+use crate::quant::format::Format;
 use crate::tensor::Dtype;
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -130,12 +130,13 @@ impl Planner<'_> {
                 let tensor = Tensor { name, dtype, shape: shape.to_vec(), content: Content::Decoded { id } };
                 (vec![tensor], Vec::new(), if split { Action::Split } else { Action::Decoded })
             }
-            (stored, Format::Int { bits, group }) => {
+            (stored, Format::Int { bits, group, zero }) => {
                 let &[rows, cols] = shape else { return Err(vanished()) };
-                let (codes, scales, dims) = quantized(&names.module(id), id, [rows, cols], bits, group, self.scale_dtype);
+                let codes = Content::Codes { id, bits, group, zero };
+                let (tensors, dims) = quantized(&names.module(id), id, [rows, cols], choice.format, codes, self.scale_dtype);
                 let rank = self.weights.checkpoint().entry(&stored.first_tensor()).map_or(2, |e| e.shape.len());
                 let action = if rank > 2 { Action::Split } else { Action::Quantized };
-                (vec![codes, scales], vec![dims], action)
+                (tensors, vec![dims], action)
             }
         };
         let source_bytes: u64 = match stored {
@@ -159,7 +160,7 @@ impl Planner<'_> {
         Ok(())
     }
 
-    /// Adds tensors to the plan, those of one expert to one unit: codes of all projections, then their scales.
+    /// Adds tensors to the plan, those of one expert to one unit: codes of all projections, then their zero points, then their scales.
     fn place(&mut self, id: TensorId, tensors: Vec<Tensor>, mut shapes: Vec<Tensor>) {
         let key = TensorId { role: Role::ExpertGate, part: Part::Weight, ..id };
         let same = id.expert.is_some() && self.open == Some(key);
@@ -171,7 +172,11 @@ impl Planner<'_> {
             Some(unit) => {
                 unit.tensors.extend(tensors);
                 unit.shapes.append(&mut shapes);
-                unit.tensors.sort_by_key(|t| matches!(t.content, Content::Scales { .. }));
+                unit.tensors.sort_by_key(|t| match t.content {
+                    Content::Scales { .. } => 2,
+                    Content::Zeros { .. } => 1,
+                    _ => 0,
+                });
             }
             None => self.units.push(Unit { tensors, shapes }),
         }
@@ -267,15 +272,23 @@ fn without_expert(name: &str) -> String {
     if digits == 0 { name.into() } else { format!("{}*{}", &name[..at], &name[at + digits..]) }
 }
 
-/// The three tensors of a quantized weight: packed codes, scales, shape.
-fn quantized(module: &str, id: TensorId, shape: [usize; 2], bits: Bits, group: Group, scale: Dtype) -> (Tensor, Tensor, Tensor) {
+/// The tensors of a quantized weight: its `codes`, zero points if it has any, and scales; and its shape.
+fn quantized(
+    module: &str,
+    id: TensorId,
+    shape: [usize; 2],
+    format: Format,
+    codes: Content,
+    scale: Dtype,
+) -> (Vec<Tensor>, Tensor) {
     let [rows, cols] = shape;
-    let format = Format::Int { bits, group };
     let tensor =
         |what: &str, dtype, shape: Vec<usize>, content| Tensor { name: format!("{module}.weight_{what}"), dtype, shape, content };
-    (
-        tensor("packed", Dtype::I32, vec![rows, format.packed_cols(cols)], Content::Codes { id, bits, group }),
-        tensor("scale", scale, vec![rows, format.scale_cols(cols)], Content::Scales { id }),
-        tensor("shape", Dtype::I64, vec![2], Content::Shape { shape }),
-    )
+    let groups = format.scale_cols(cols);
+    let mut tensors = vec![tensor("packed", Dtype::I32, vec![rows, format.packed_cols(cols)], codes)];
+    if format.has_zero_points() {
+        tensors.push(tensor("zero_point", Dtype::I32, vec![format.zero_rows(rows), groups], Content::Zeros { id }));
+    }
+    tensors.push(tensor("scale", scale, vec![rows, groups], Content::Scales { id }));
+    (tensors, tensor("shape", Dtype::I64, vec![2], Content::Shape { shape }))
 }

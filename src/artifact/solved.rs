@@ -1,13 +1,13 @@
 //! Codes and scales that a calibrated pass has chosen, one file a layer, until the artifact is written from them.
 //!
-//! A file is a safetensors file of its own names: `<id>.packed`, `<id>.scale` and `<id>.shape`. It is mapped, so that whoever
+//! A file is a safetensors file of its own names: `<id>.packed`, `<id>.scale`, `<id>.shape` and, of asymmetric ones, `<id>.zero`. It is mapped, so that whoever
 //! walks the layers keeps one of them in memory.
 
 use super::error::ArtifactError;
 use crate::checkpoint::Checkpoint;
 use crate::files::{self, FileError};
 use crate::ids::TensorId;
-use crate::quant::format::{Bits, Format, Group, OwnedPacked, Packed};
+use crate::quant::format::{Bits, Format, OwnedPacked, Packed};
 use crate::tensor::Dtype;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -45,13 +45,15 @@ impl Solved {
         let (words, scales) = (file.tensor(&format!("{id}.packed"))?, file.tensor(&format!("{id}.scale"))?);
         let bits = if words.shape.get(1)? * 32 == cols * 4 { Bits::Four } else { Bits::Eight };
         let group = cols / (*scales.shape.get(1)?).max(1);
-        Some(Packed { bits, group, rows, cols, words: words.bytes, scales: scales.bytes, scale_dtype: scales.dtype })
+        let zeros = file.tensor(&format!("{id}.zero")).map(|t| t.bytes);
+        let scale_dtype = scales.dtype;
+        Some(Packed { bits, group, rows, cols, words: words.bytes, scales: scales.bytes, scale_dtype, zeros })
     }
 
     /// Lets the pages of a tensor go.
     pub fn release(&self, id: TensorId) {
         if let Some(&(file, _)) = self.filed.get(&id) {
-            ["packed", "scale"].iter().for_each(|part| self.files[file].release(&format!("{id}.{part}")));
+            ["packed", "scale", "zero"].iter().for_each(|part| self.files[file].release(&format!("{id}.{part}")));
         }
     }
 
@@ -64,12 +66,13 @@ impl Solved {
         let mut shapes = Vec::new();
         for id in &ids {
             let p = &self.memory[id];
-            let format = Format::Int { bits: p.bits, group: p.group };
+            let (format, groups) = (p.format(), p.format().scale_cols(p.cols));
+            let zeros = p.zeros.as_ref().map(|z| ("zero", Dtype::I32, [format.zero_rows(p.rows), groups], z.len()));
             let parts = [
                 ("packed", Dtype::I32, [p.rows, format.packed_cols(p.cols)], p.words.len()),
-                ("scale", p.scale_dtype, [p.rows, format.scale_cols(p.cols)], p.scales.len()),
+                ("scale", p.scale_dtype, [p.rows, groups], p.scales.len()),
             ];
-            for (part, dtype, shape, bytes) in parts {
+            for (part, dtype, shape, bytes) in parts.into_iter().chain(zeros) {
                 header.insert(format!("{id}.{part}"), entry(dtype, &shape, at, bytes));
                 at += bytes;
             }
@@ -82,7 +85,8 @@ impl Solved {
         let mut json = Value::Object(header).to_string().into_bytes();
         json.resize(json.len().next_multiple_of(8), b' ');
         let mut file = files::create(path)?;
-        let matrices = ids.iter().flat_map(|id| [&self.memory[id].words[..], &self.memory[id].scales[..]]);
+        let matrices = ids.iter().map(|id| self.memory[id].view());
+        let matrices = matrices.flat_map(|p| [p.words, p.scales, p.zeros.unwrap_or_default()]);
         let length = (json.len() as u64).to_le_bytes();
         for bytes in [&length[..], &json[..]].into_iter().chain(matrices).chain([&shapes[..]]) {
             file.write_all(bytes).map_err(|source| FileError::Io { op: "write", path: path.to_path_buf(), source })?;
@@ -105,10 +109,7 @@ impl Solved {
 
     /// Format of a tensor.
     pub fn format(&self, id: TensorId) -> Option<Format> {
-        self.get(id).map(|p| {
-            let group = if p.group == p.cols { Group::Channel } else { Group::Of(p.group) };
-            Format::Int { bits: p.bits, group }
-        })
+        self.get(id).map(|p| p.format())
     }
 }
 

@@ -12,7 +12,7 @@ use super::weights::{Data, Stored, Weight};
 use super::writer::Job;
 use crate::files::{self, FileError};
 use crate::ids::TensorId;
-use crate::quant::format::{Bits, Format, Group};
+use crate::quant::format::{Bits, Group, OwnedPacked, Packed, Zero};
 use crate::quant::round::{self, RoundError, Rounding};
 use crate::tensor::{self, Dtype};
 use rayon::prelude::*;
@@ -51,11 +51,10 @@ enum Chunk<'a> {
         from: Place<'a>,
         what: What,
     },
-    Scales(TensorId),
+    Kept(TensorId, Kept),
     Chosen {
         id: TensorId,
-        words: &'a [u8],
-        scales: &'a [u8],
+        packed: Packed<'a>,
     },
     /// Codes chosen before have been taken over.
     Left(TensorId),
@@ -66,7 +65,14 @@ enum Chunk<'a> {
 #[derive(Clone, Copy)]
 enum What {
     Floats { dtype: Dtype },
-    Codes { id: TensorId, bits: Bits, group: Group },
+    Codes { id: TensorId, bits: Bits, group: Group, zero: Zero },
+}
+
+/// What comes of a weight beside its codes, and is kept until its turn.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Kept {
+    Zeros,
+    Scales,
 }
 
 /// Where a chunk's first element lies in its source tensor, for errors.
@@ -99,8 +105,8 @@ enum Done<'a> {
     Open(&'a Shard),
     Borrowed(&'a [u8]),
     Owned(Vec<u8>),
-    Coded { id: TensorId, codes: Cow<'a, [u8]>, scales: Cow<'a, [u8]> },
-    Scales(TensorId),
+    Coded { id: TensorId, codes: Cow<'a, [u8]>, scales: Cow<'a, [u8]>, zeros: Option<Cow<'a, [u8]>> },
+    Kept(TensorId, Kept),
     Left(TensorId),
     Release(String),
 }
@@ -112,7 +118,7 @@ pub fn write_shards(job: &Job<'_>, dir: &Path, journal: &Journal) -> Result<Vec<
         let (send, receive) = mpsc::sync_channel::<Vec<Done<'_>>>(1);
         let (to_disk, whole) = mpsc::sync_channel(1);
         let syncing = scope.spawn(move || sync(whole, journal));
-        let writing = scope.spawn(move || Sink { dir, job, scales: HashMap::new(), open: None, to_disk }.run(receive));
+        let writing = scope.spawn(move || Sink { dir, job, kept: HashMap::new(), open: None, to_disk }.run(receive));
         let bytes = ((job.max_memory / BATCHES_IN_MEMORY) as usize).clamp(1, BATCH_BYTES);
         let mut batch = Batch { job, chunks: Vec::new(), filled: 0, bytes, send };
         let computed = batch.all(job.plan.shards.iter().filter(|shard| finished(shard).is_none()));
@@ -185,15 +191,16 @@ impl<'a> Batch<'a> {
                     (weights.side(source).ok_or_else(vanished)?, weights.side_stored(source).ok_or_else(vanished)?);
                 self.rows(weight, stored, What::Floats { dtype: tensor.dtype })
             }
-            Content::Codes { id, bits, group } => match self.job.solved.and_then(|s| s.get(*id)) {
+            Content::Codes { id, bits, group, zero } => match self.job.solved.and_then(|s| s.get(*id)) {
                 Some(packed) => {
-                    self.push(Chunk::Chosen { id: *id, words: packed.words, scales: packed.scales }, packed.words.len())?;
+                    self.push(Chunk::Chosen { id: *id, packed }, packed.words.len())?;
                     self.push(Chunk::Left(*id), 0)?;
                     weights.file_tensors(*id).into_iter().try_for_each(|name| self.push(Chunk::Release(name), 0))
                 }
-                None => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group }),
+                None => self.weight(*id, What::Codes { id: *id, bits: *bits, group: *group, zero: *zero }),
             },
-            Content::Scales { id } => self.push(Chunk::Scales(*id), 0),
+            Content::Zeros { id } => self.push(Chunk::Kept(*id, Kept::Zeros), 0),
+            Content::Scales { id } => self.push(Chunk::Kept(*id, Kept::Scales), 0),
             Content::Shape { shape } => {
                 self.push(Chunk::Bytes(shape.iter().flat_map(|&n| (n as i64).to_le_bytes()).collect()), 0)
             }
@@ -213,7 +220,7 @@ impl<'a> Batch<'a> {
             Stored::Slice { fused } => (fused.shape.to_vec(), fused.first_row * weight.cols),
             _ => (vec![weight.rows, weight.cols], 0),
         };
-        let step = (CHUNK_ELEMENTS / weight.cols.max(1)).max(1);
+        let step = (CHUNK_ELEMENTS / weight.cols.max(1)).max(1).next_multiple_of(OwnedPacked::STEP_ROWS);
         let row_bytes = weight.stored_bytes() / weight.rows.max(1);
         for start in (0..weight.rows).step_by(step) {
             let rows = start..(start + step).min(weight.rows);
@@ -248,11 +255,12 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
     }
     match chunk {
         Chunk::Open(shard) => Ok(Done::Open(shard)),
-        Chunk::Scales(id) => Ok(Done::Scales(id)),
-        Chunk::Chosen { id, words, scales } => {
+        Chunk::Kept(id, kept) => Ok(Done::Kept(id, kept)),
+        Chunk::Chosen { id, packed } => {
             let read: u64 = job.weights.get(id).map_or(0, |w| w.stored_bytes() as u64);
             (job.progress)(read);
-            Ok(Done::Coded { id, codes: words.into(), scales: scales.into() })
+            let (codes, scales, zeros) = (packed.words.into(), packed.scales.into(), packed.zeros.map(Cow::from));
+            Ok(Done::Coded { id, codes, scales, zeros })
         }
         Chunk::Bytes(bytes) => Ok(Done::Owned(bytes)),
         Chunk::Release(name) => Ok(Done::Release(name)),
@@ -289,9 +297,11 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
                     tensor::encode(&mut bytes, dtype, floats);
                     Done::Owned(bytes)
                 }
-                What::Codes { id, bits, group } => {
-                    let (codes, scales) = encode(job, floats, weight.cols, (bits, group), &from)?;
-                    Done::Coded { id, codes: codes.into(), scales: scales.into() }
+                What::Codes { id, bits, group, zero } => {
+                    let (scale_dtype, positive_scales) = (job.plan.scale_dtype, job.positive_scales);
+                    let how = Rounding { bits, group, zero, method: job.method, scale_dtype, positive_scales };
+                    let OwnedPacked { words, scales, zeros, .. } = encode(floats, weight.cols, &how, &from)?;
+                    Done::Coded { id, codes: words.into(), scales: scales.into(), zeros: zeros.map(Cow::from) }
                 }
             };
             (job.progress)((weight.stored_bytes() / weight.rows.max(1) * rows.len()) as u64);
@@ -300,22 +310,9 @@ fn compute<'a>(job: &Job<'_>, chunk: Chunk<'a>, floats: &mut Vec<f32>) -> Result
     }
 }
 
-/// Codes and scales of whole rows.
-fn encode(
-    job: &Job<'_>,
-    floats: &[f32],
-    cols: usize,
-    (bits, group): (Bits, Group),
-    from: &Place<'_>,
-) -> Result<(Vec<u8>, Vec<u8>), ArtifactError> {
-    let scale_dtype = job.plan.scale_dtype;
-    let format = Format::Int { bits, group };
-    let rows = floats.len() / cols.max(1);
-    let mut codes = vec![0; rows * format.packed_cols(cols) * 4];
-    let mut scales = vec![0; scale_dtype.bytes(rows * format.scale_cols(cols))];
-    let how = Rounding { bits, group, method: job.method, scale_dtype, positive_scales: job.positive_scales };
-    let done = round::quantize_rows(&mut codes, &mut scales, floats, cols, None, &how);
-    done.map(|()| (codes, scales)).map_err(|e| {
+/// Codes, scales and zero points of whole rows.
+fn encode(floats: &[f32], cols: usize, how: &Rounding, from: &Place<'_>) -> Result<OwnedPacked, ArtifactError> {
+    round::quantize_rows(floats, cols, None, how).map_err(|e| {
         let tensor = from.tensor.clone().into_owned();
         match e {
             RoundError::NonFinite { row, col } => {
@@ -324,7 +321,7 @@ fn encode(
             }
             RoundError::ScaleOverflow { row, col } => {
                 let element = row * cols + col;
-                ArtifactError::OutOfRange { tensor, index: from.index(element), value: floats[element], dtype: scale_dtype }
+                ArtifactError::OutOfRange { tensor, index: from.index(element), value: floats[element], dtype: how.scale_dtype }
             }
         }
     })
@@ -368,8 +365,8 @@ fn within(floats: &[f32], dtype: Dtype, from: &Place<'_>) -> Result<(), Artifact
 struct Sink<'a> {
     dir: &'a Path,
     job: &'a Job<'a>,
-    /// Scales of weights whose codes are written and whose turn has not come.
-    scales: HashMap<TensorId, Vec<u8>>,
+    /// Scales and zero points of weights whose codes are written and whose turn has not come.
+    kept: HashMap<(TensorId, Kept), Vec<u8>>,
     open: Option<Open<'a>>,
     to_disk: mpsc::SyncSender<ToDisk>,
 }
@@ -408,13 +405,15 @@ impl<'a> Sink<'a> {
                 }
                 Done::Borrowed(bytes) => self.put(bytes)?,
                 Done::Owned(bytes) => self.put(&bytes)?,
-                Done::Coded { id, codes, scales } => {
+                Done::Coded { id, codes, scales, zeros } => {
                     self.put(&codes)?;
-                    self.scales.entry(id).or_default().extend_from_slice(&scales);
+                    for (kept, bytes) in [(Kept::Scales, Some(scales)), (Kept::Zeros, zeros)] {
+                        bytes.iter().for_each(|b| self.kept.entry((id, kept)).or_default().extend_from_slice(b));
+                    }
                 }
-                Done::Scales(id) => {
-                    let scales = self.scales.remove(&id).unwrap_or_default();
-                    self.put(&scales)?;
+                Done::Kept(id, kept) => {
+                    let bytes = self.kept.remove(&(id, kept)).unwrap_or_default();
+                    self.put(&bytes)?;
                 }
                 Done::Left(id) => self.job.solved.iter().for_each(|s| s.release(id)),
                 Done::Release(name) => self.job.weights.checkpoint().release(&name),

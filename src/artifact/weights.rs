@@ -13,10 +13,10 @@ use crate::model::names::{self, Fused};
 use crate::model::outline::Outline;
 use crate::model::spec::{Ffn, ModelSpec};
 use crate::model::structure::{Aside, StructureError};
-use crate::quant::format::{Bits, Group, Packed};
+use crate::quant::format::{Bits, Format, Group, Packed, Zero};
 use crate::tensor::{Dtype, TensorView};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -61,7 +61,7 @@ impl WeightsError {
             WeightsError::Structure(e) => e.hint(),
             WeightsError::Tensors { .. } => Some("config.json and the weight files may come from different models".into()),
             WeightsError::Quantization { .. } => {
-                Some("readable are 16-bit and 32-bit floats, FP8 and MXFP4 blocks, and compressed-tensors `pack-quantized` symmetric int4 and int8".into())
+                Some("readable are 16-bit and 32-bit floats, FP8 and MXFP4 blocks, and compressed-tensors `pack-quantized` int4 and int8".into())
             }
         }
     }
@@ -117,7 +117,7 @@ pub enum Stored {
         /// Columns.
         cols: usize,
     },
-    /// `weight_packed`, `weight_scale`, `weight_shape` of a module.
+    /// `weight_packed`, `weight_scale`, `weight_shape` of a module, and its `weight_zero_point` if it has zero points.
     Packed {
         /// The module.
         module: String,
@@ -125,6 +125,8 @@ pub enum Stored {
         bits: Bits,
         /// Columns a scale covers.
         group: Group,
+        /// The code of zero.
+        zero: Zero,
     },
     /// An FP8 tensor with a scale for each block.
     Fp8 {
@@ -145,7 +147,10 @@ impl Stored {
             Stored::Slice { fused } => vec![fused.tensor.clone()],
             Stored::Gather { tensor, .. } => vec![tensor.clone()],
             Stored::Mxfp4 { codes, scales, .. } => vec![codes.clone(), scales.clone()],
-            Stored::Packed { module, .. } => ["packed", "scale", "shape"].map(|s| format!("{module}.weight_{s}")).to_vec(),
+            Stored::Packed { module, zero, .. } => {
+                let zero_point = (*zero == Zero::Point).then_some("zero_point");
+                ["packed", "scale", "shape"].into_iter().chain(zero_point).map(|s| format!("{module}.weight_{s}")).collect()
+            }
             Stored::Fp8 { name, scale, .. } => vec![name.clone(), scale.clone()],
         }
     }
@@ -277,7 +282,7 @@ impl Weight<'_> {
             Data::Plain { bytes, .. } => bytes.len(),
             Data::Gather { dtype, .. } => dtype.bytes(self.rows * self.cols),
             Data::Mxfp4(_) => self.rows * (self.cols / 2 + self.cols / mxfp4::BLOCK),
-            Data::Packed(p) => p.words.len() + p.scales.len(),
+            Data::Packed(p) => p.words.len() + p.scales.len() + p.zeros.map_or(0, <[u8]>::len),
             Data::Fp8 { codes, scale, .. } => codes.bytes.len() + scale.bytes.len(),
         }
     }
@@ -319,9 +324,9 @@ impl Weights {
     /// The tensors of a checkpoint, and what they mean together.
     pub(super) fn read(checkpoint: Checkpoint) -> Result<(Inventory, &'static Family, ModelSpec), WeightsError> {
         let (family, spec) = family::read(checkpoint.config())?;
-        let block = quantization(&checkpoint)?;
+        let Declared { block, zero } = quantization(&checkpoint)?;
         let order = names::tensors(&spec);
-        let mut finder = Finder { checkpoint: &checkpoint, claimed: HashSet::new(), problems: Vec::new(), block };
+        let mut finder = Finder { checkpoint: &checkpoint, claimed: HashSet::new(), problems: Vec::new(), block, zero };
         let mut stored = HashMap::with_capacity(order.len());
         for (id, shape) in &order {
             if let Some(found) = finder.find(*id, shape, family, &spec) {
@@ -375,6 +380,11 @@ impl Weights {
         self.inventory.get(id)
     }
 
+    /// Where the bytes of a weight lie, as [`Inventory::spans`] has it; `None` too for what was taken from elsewhere.
+    pub fn spans(&self, id: TensorId) -> Option<Vec<(usize, Range<usize>)>> {
+        if self.patches.iter().any(|p| p.get(id).is_some()) { None } else { self.inventory.spans(id) }
+    }
+
     /// Lets the pages of these ids go, so that a reader that walks the layers keeps only one resident.
     pub fn release<'a>(&self, ids: impl IntoIterator<Item = &'a TensorId>) {
         for id in ids {
@@ -404,33 +414,46 @@ fn shape_of(checkpoint: &Checkpoint, name: &str) -> String {
     checkpoint.entry(name).map_or_else(String::new, |e| format!("{:?}", e.shape))
 }
 
-/// Accepts absent, compressed-tensors and FP8 block quantization; returns the FP8 block.
-pub(super) fn quantization(checkpoint: &Checkpoint) -> Result<[usize; 2], WeightsError> {
+/// What a config says of quantized tensors.
+#[derive(Clone, Copy)]
+pub(super) struct Declared {
+    /// Rows and columns that an FP8 scale covers.
+    pub block: [usize; 2],
+    /// The code of zero of all packed tensors; `None` where the config does not say it of all alike, and zero points tell.
+    pub zero: Option<Zero>,
+}
+
+/// Accepts absent, compressed-tensors and FP8 block quantization.
+pub(super) fn quantization(checkpoint: &Checkpoint) -> Result<Declared, WeightsError> {
+    let plain = |block| Ok(Declared { block, zero: None });
     let block = [128, 128];
-    let Some(config) = checkpoint.config().get("quantization_config").filter(|v| !v.is_null()) else { return Ok(block) };
+    let Some(config) = checkpoint.config().get("quantization_config").filter(|v| !v.is_null()) else { return plain(block) };
     let refuse = |what: String| Err(WeightsError::Quantization { dir: checkpoint.dir().to_path_buf(), what });
     match config.get("quant_method").and_then(|v| v.as_str()) {
         Some("compressed-tensors") => {
             let groups = config.get("config_groups").and_then(|v| v.as_object());
+            let mut zeros = HashSet::new();
             for (name, group) in groups.into_iter().flatten() {
                 let weights = group.get("weights").cloned().unwrap_or_default();
                 let symmetric = weights.get("symmetric").and_then(|v| v.as_bool()).unwrap_or(true);
                 let int = weights.get("type").and_then(|v| v.as_str()).unwrap_or("int") == "int";
                 let bits = weights.get("num_bits").and_then(|v| v.as_u64());
-                if !(symmetric && int && matches!(bits, Some(4 | 8))) {
+                if !(int && matches!(bits, Some(4 | 8))) {
                     return refuse(format!("group `{name}` = {weights}"));
                 }
+                zeros.insert(if symmetric { Zero::Middle } else { Zero::Point });
             }
-            Ok(block)
+            let zero = if zeros.len() > 1 { None } else { Some(zeros.into_iter().next().unwrap_or_default()) };
+            Ok(Declared { block, zero })
         }
         Some("fp8") => match config.get("weight_block_size") {
-            None => Ok(block),
+            None => plain(block),
             Some(v) => match v.as_array().map(|a| a.iter().filter_map(|x| x.as_u64()).collect::<Vec<_>>()).as_deref() {
-                Some(&[r, c]) if r > 0 && c > 0 => Ok([r as usize, c as usize]),
+                Some(&[r, c]) if r > 0 && c > 0 => plain([r as usize, c as usize]),
                 _ => refuse(format!("`weight_block_size` = {v}")),
             },
         },
-        Some("mxfp4") => Ok(block),
+        Some("mxfp4") => plain(block),
         other => refuse(format!("`quant_method` = {}", other.unwrap_or("nothing"))),
     }
 }
@@ -440,6 +463,7 @@ struct Finder<'a> {
     claimed: HashSet<String>,
     problems: Vec<String>,
     block: [usize; 2],
+    zero: Option<Zero>,
 }
 
 impl Finder<'_> {
@@ -504,33 +528,54 @@ impl Finder<'_> {
     }
 
     fn packed(&mut self, module: String, shape: &[usize]) -> Option<Stored> {
-        let names: BTreeMap<&str, String> = ["packed", "scale", "shape"].map(|s| (s, format!("{module}.weight_{s}"))).into();
+        let names = ["packed", "scale", "shape", "zero_point"].map(|s| (s, format!("{module}.weight_{s}")));
         let entries: BTreeMap<&str, (Dtype, Vec<usize>)> =
-            names.iter().filter_map(|(&s, n)| self.checkpoint.entry(n).map(|e| (s, (e.dtype, e.shape.clone())))).collect();
-        self.claimed.extend(names.values().cloned());
-        for (s, n) in names.iter().filter(|(s, _)| !entries.contains_key(*s)) {
-            self.problems
-                .push(format!("`{n}` is missing beside `{module}.weight_{}`", if *s == "packed" { "scale" } else { "packed" }));
+            names.iter().filter_map(|(s, n)| self.checkpoint.entry(n).map(|e| (*s, (e.dtype, e.shape.clone())))).collect();
+        for (s, name) in names {
+            let needed = s != "zero_point" || self.zero == Some(Zero::Point);
+            if needed && !entries.contains_key(s) {
+                let other = if s == "packed" { "scale" } else { "packed" };
+                self.problems.push(format!("`{name}` is missing beside `{module}.weight_{other}`"));
+            }
+            if s == "zero_point" && self.zero == Some(Zero::Middle) && entries.contains_key(s) {
+                self.problems.push(format!("`{name}` exists, but config.json calls every group symmetric"));
+            }
+            self.claimed.insert(name);
         }
-        let ((packed_type, words), (scale_type, scales)) = (entries.get("packed")?, entries.get("scale")?);
+        let found = |s: &str| entries.get(s).map(|(dtype, shape)| (*dtype, &shape[..]));
+        let (words, scales) = (found("packed")?, found("scale")?);
         let &[rows, cols] = shape else { return None };
-        let bits = [Bits::Four, Bits::Eight].into_iter().find(|b| words[..] == [rows, (cols * b.count()).div_ceil(32)]);
-        let group = match scales[..] {
-            [r, 1] if r == rows => Some(Group::Channel),
-            [r, n] if r == rows && n > 0 && cols.is_multiple_of(n) => Some(Group::Of(cols / n)),
-            _ => None,
+        let form = packed_form([rows, cols], words, scales, found("zero_point"));
+        let Some(Format::Int { bits, group, zero }) = form else {
+            let zeros = found("zero_point").map_or_else(String::new, |(t, s)| format!(", zero points {t} {s:?}"));
+            self.problems.push(format!(
+                "`{module}` has packed {} {:?} and scales {} {:?}{zeros}, which are no int4 or int8 form of {shape:?}",
+                words.0, words.1, scales.0, scales.1
+            ));
+            return None;
         };
-        let whole_words = bits.is_some_and(|b| (cols * b.count()).is_multiple_of(32));
-        match (bits, group) {
-            (Some(bits), Some(group)) if *packed_type == Dtype::I32 && scale_type.is_float() && whole_words => {
-                Some(Stored::Packed { module, bits, group })
-            }
-            _ => {
-                self.problems.push(format!(
-                    "`{module}` has packed {packed_type} {words:?} and scales {scale_type} {scales:?}, which are no int4 or int8 form of {shape:?}"
-                ));
-                None
-            }
-        }
+        Some(Stored::Packed { module, bits, group, zero })
     }
+}
+
+/// The format of a matrix whose codes, scales and zero points have these types and shapes; `None` if they form none.
+pub(super) fn packed_form(
+    [rows, cols]: [usize; 2],
+    words: (Dtype, &[usize]),
+    scales: (Dtype, &[usize]),
+    zeros: Option<(Dtype, &[usize])>,
+) -> Option<Format> {
+    let group = match *scales.1 {
+        [r, 1] if r == rows => Group::Channel,
+        [r, n] if r == rows && n > 0 && cols.is_multiple_of(n) => Group::Of(cols / n),
+        _ => return None,
+    };
+    let zero = if zeros.is_some() { Zero::Point } else { Zero::Middle };
+    // Four columns are one word at eight bits, and less than one at four.
+    let whole = [Bits::Four, Bits::Eight].into_iter().filter(|bits| cols.is_multiple_of(bits.per_word()));
+    let mut formats = whole.map(|bits| Format::Int { bits, group, zero });
+    let format = formats.find(|f| *words.1 == [rows, f.packed_cols(cols)])?;
+    let zeros_fit =
+        zeros.is_none_or(|(dtype, shape)| dtype == Dtype::I32 && *shape == [format.zero_rows(rows), format.scale_cols(cols)]);
+    (zeros_fit && words.0 == Dtype::I32 && scales.0.is_float()).then_some(format)
 }

@@ -177,14 +177,7 @@ impl Checkpoint {
     pub fn release(&self, name: &str) {
         #[cfg(unix)]
         if let Some((shard, range)) = self.place(name) {
-            let page = rustix::param::page_size();
-            let (begin, end) = (range.start.next_multiple_of(page), range.end / page * page);
-            if begin < end {
-                // SAFETY: the map is read-only and backed by a file, so that a dropped page comes back with the same bytes,
-                // and views borrowed from it stay valid.
-                let advised = unsafe { shard.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, begin, end - begin) };
-                advised.ok();
-            }
+            shard.release(range);
         }
         #[cfg(not(unix))]
         let _ = name;
@@ -223,5 +216,31 @@ impl Shard {
             return Err(CheckpointError::SizeChanged { path, before: bytes, after: map.len() as u64 });
         }
         Ok((Shard { path, bytes, map }, tensors))
+    }
+
+    /// Lets the system drop the pages lying wholly inside this range of the file, those that it keeps for other readers too.
+    /// Best effort, and nothing at all where the system is not Linux.
+    pub fn forget(&self, range: Range<usize>) {
+        #[cfg(target_os = "linux")]
+        {
+            self.release(range.clone());
+            if let (Some(len), Ok(file)) = (std::num::NonZeroU64::new(range.len() as u64), File::open(&self.path)) {
+                rustix::fs::fadvise(&file, range.start as u64, Some(len), rustix::fs::Advice::DontNeed).ok();
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = range;
+    }
+
+    #[cfg(unix)]
+    fn release(&self, range: Range<usize>) {
+        let page = rustix::param::page_size();
+        let (begin, end) = (range.start.next_multiple_of(page), range.end / page * page);
+        if begin < end {
+            // SAFETY: the map is read-only and backed by a file, so that a dropped page comes back with the same bytes, and views
+            // borrowed from it stay valid.
+            let advised = unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, begin, end - begin) };
+            advised.ok();
+        }
     }
 }

@@ -11,7 +11,7 @@ pub struct BenchArgs {
     #[arg(required_unless_present = "shape")]
     pub model: Option<PathBuf>,
     /// Random weights in the shape of a public model instead: qwen3-30b-a3b, mixtral-8x7b, qwen1.5-moe-a2.7b, phi-3.5-moe,
-    /// deepseek-v2-lite, olmoe-1b-7b, or the path of a config.json. Needs a GPU.
+    /// deepseek-v2-lite, olmoe-1b-7b, flash-125b-a6b, or the path of a config.json. Needs a GPU.
     #[arg(long, conflicts_with = "model", value_name = "NAME")]
     pub shape: Option<String>,
     /// Precision profile of --shape; `bench` is int8 attention, MLPs and head with int4 experts.

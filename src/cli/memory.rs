@@ -1,26 +1,41 @@
 //! Where a model's bytes may lie; typed the same way in every command that runs one on a GPU.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
 /// Memory of the GPU and of the host.
-#[derive(Clone, Debug, Default, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub struct MemoryArgs {
     /// Most GPU memory to use, what the driver takes included, e.g. 24GiB (default: all that is free).
     #[arg(long, value_name = "SIZE")]
     pub vram_budget: Option<String>,
-    /// Most page-locked host memory for the experts, e.g. 48GiB; where the GPU does not hold all, all need room there (default:
-    /// enough for all).
+    /// Most page-locked host memory for the experts, e.g. 48GiB. With less than all of them take, those that stay in GPU memory for
+    /// good have no copy there (default: enough for all).
     #[arg(long, value_name = "SIZE")]
     pub host_budget: Option<String>,
+    /// Which part of the host's memory holds the experts, where each processor has a part of its own.
+    #[arg(long, value_name = "HOW", default_value = "off")]
+    pub numa: Numa,
     /// List of hot experts, which the GPU shall hold first (default: hot_experts.json in the model's directory, if there is one).
     #[arg(long, value_name = "FILE")]
     pub hot: Option<PathBuf>,
 }
 
+/// How page-locked memory is spread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Numa {
+    /// As the driver does it.
+    #[default]
+    Off,
+    /// Page by page over all parts.
+    Interleave,
+    /// In the part that the GPU is plugged into.
+    Bind,
+}
+
 impl MemoryArgs {
     /// Whether anything was typed.
     pub fn is_given(&self) -> bool {
-        self.vram_budget.is_some() || self.host_budget.is_some() || self.hot.is_some()
+        *self != Self::default()
     }
 }

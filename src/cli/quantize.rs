@@ -25,6 +25,10 @@ pub struct QuantizeArgs {
     /// Group size of every grouped format of the profile: 32, 64 or 128.
     #[arg(long, value_name = "N")]
     pub group_size: Option<usize>,
+    /// Give every 4-bit format of the profile a zero point a group: nearer to the weights for 4 bits more a group. Fewer readers
+    /// load it, and a warning says which do not. `--set PATTERN=int4:g64:asym` does it for some tensors.
+    #[arg(long)]
+    pub asym: bool,
     /// Calibration text of --method importance and gptq: a built-in task set or NAME=PATH; repeatable (default: all built-in).
     #[arg(long, value_name = "TASK")]
     pub calib: Vec<String>,

@@ -67,7 +67,8 @@ struct Fetching {
     /// While fetching, and that as a share of the link as measured.
     link_bytes_s: f64,
     share_of_link: f64,
-    /// Of a step, milliseconds.
+    /// Of a step, milliseconds: bytes were on their way, and the products had nothing else to do.
+    busy_ms: f64,
     stall_ms: f64,
     /// Least time of a step, milliseconds: the larger of reading memory and moving the missing bytes; and its share of the time.
     bound_ms: f64,
@@ -147,6 +148,7 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
         rows.push(row(&mut engine, args, batch, &runs, rates.as_ref(), watch.as_ref())?);
     }
     progress.finish();
+    engine.take_notes().iter().for_each(|note| out.note(note));
     report(args, out, &name, &engine, &rows, rates)
 }
 
@@ -168,7 +170,8 @@ fn open(args: &BenchArgs, out: Out) -> Result<(String, Engine)> {
     let format = shape::formats(&args.profile)?;
     let mut options = cuda::Options { cache_tok: tokens, ..memory::options(&args.memory, None, &spec, family)? };
     choose(args, &mut options)?;
-    let engine = cuda::Engine::random(&spec, &*format, SEED, options, &mut |plan| out.note(memory::shown(plan, batch)))?;
+    let mut engine = cuda::Engine::random(&spec, &*format, SEED, options, &mut |plan| out.note(memory::shown(plan, batch)))?;
+    engine.take_notes().iter().for_each(|note| out.note(note));
     Ok((format!("{name} ({})", args.profile), engine.into()))
 }
 
@@ -359,6 +362,7 @@ fn fetching(runs: &[Run], step_bytes: f64, link_bytes_s: f64, read_bytes_s: f64,
         link_bytes_per_tok: link_bytes_per_step / batch as f64,
         link_bytes_s: total.link_bytes_s(),
         share_of_link: total.link_bytes_s() / link_bytes_s,
+        busy_ms: total.busy_ns as f64 / 1e6 / steps,
         stall_ms: total.stall_ns as f64 / 1e6 / steps,
         bound_ms,
         share_of_bound: bound_ms / step_ms,
@@ -446,6 +450,7 @@ fn report(
                 format!("{:.1}", f.link_bytes_per_tok / 1e6),
                 format!("{:.1}", f.link_bytes_s / 1e9),
                 percent(Some(f.share_of_link)),
+                format!("{:.3} ms", f.busy_ms),
                 format!("{:.3} ms", f.stall_ms),
                 format!("{:.3} ms", f.bound_ms),
                 percent(Some(f.share_of_bound)),
@@ -453,7 +458,18 @@ fn report(
         })
         .collect();
     if !tiers.is_empty() {
-        let header = ["batch", "hits", "direct", "link MB/tok", "link GB/s", "of link", "stall/step", "bound/step", "of bound"];
+        let header = [
+            "batch",
+            "hits",
+            "direct",
+            "link MB/tok",
+            "link GB/s",
+            "of link",
+            "link/step",
+            "stall/step",
+            "bound/step",
+            "of bound",
+        ];
         out.line(table(&header, &tiers));
     }
     for r in rows {

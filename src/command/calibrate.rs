@@ -172,7 +172,8 @@ fn advice(routers: &[RouterSummary], original: &Weights, artifact: &Weights) -> 
     if coarse(Role::SharedDown) || coarse(Role::SharedUp) {
         advice.push("then: shared experts at 8 bits, --set 'layers.*.shared.*=int8'".into());
     }
-    if formats(Role::ExpertDown).iter().any(|f| matches!(f, Format::Int { bits: Bits::Four, group: Group::Of(n) } if *n > 32)) {
+    if formats(Role::ExpertDown).iter().any(|f| matches!(f, Format::Int { bits: Bits::Four, group: Group::Of(n), .. } if *n > 32))
+    {
         advice.push("then: smaller groups for experts, --group-size 64 or 32".into());
     }
     let mut jumps: Vec<(f64, usize)> = routers

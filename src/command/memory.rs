@@ -2,8 +2,8 @@
 
 use super::{UserError, measure};
 use crate::artifact::hot::{self, HotError, HotExperts};
-use crate::cli::MemoryArgs;
-use crate::engine::cuda::{CudaError, Options};
+use crate::cli::{MemoryArgs, Numa};
+use crate::engine::cuda::{self, CudaError, Options};
 use crate::model::family::Family;
 use crate::model::spec::ModelSpec;
 use crate::report::{bytes, table};
@@ -18,6 +18,11 @@ pub(super) fn options(args: &MemoryArgs, dir: Option<&Path>, spec: &ModelSpec, f
     Ok(Options {
         budget_bytes: args.vram_budget.as_deref().map(measure::bytes).transpose()?,
         host_bytes: args.host_budget.as_deref().map(measure::bytes).transpose()?.unwrap_or(u64::MAX),
+        numa: match args.numa {
+            Numa::Off => cuda::Numa::Off,
+            Numa::Interleave => cuda::Numa::Interleave,
+            Numa::Bind => cuda::Numa::Bind,
+        },
         visits: visits.unwrap_or_default(),
         ..Options::default()
     })
@@ -63,13 +68,24 @@ pub(super) fn shown(plan: &VramPlan, batch: usize) -> String {
     let cells: Vec<Vec<String>> = rows.into_iter().map(|(what, n)| vec![what, bytes(n)]).collect();
     let mut text = table(&["GPU memory", "bytes"], &cells);
     if plan.offloaded_bytes > 0 {
-        let (host, all) = (bytes(plan.needed_host_bytes), bytes(plan.resident_bytes));
-        text += &format!("\n{host} of page-locked host memory for all experts; all fit from {all}");
-        if plan.host_bytes < plan.needed_host_bytes {
-            text += &format!("\n--host-budget allows {} only", bytes(plan.host_bytes));
+        text += &format!("\n{}", table(&["host memory", "bytes"], &host(plan)));
+        text += &format!("\nall experts fit into GPU memory from {}", bytes(plan.resident_bytes));
+        if plan.host_bytes > plan.host_budget_bytes {
+            let least = plan.smallest_host_bytes;
+            text += &format!("\n--host-budget is too small: the least that works is {least} ({})", bytes(least));
         }
     }
     text
+}
+
+/// What lies outside of the GPU's memory.
+fn host(plan: &VramPlan) -> Vec<Vec<String>> {
+    let (copies, permanent): (usize, usize) = (plan.host_slots.iter().sum(), plan.permanent.iter().sum());
+    let mut rows = vec![vec![format!("page-locked: copies of {copies} experts"), bytes(plan.host_bytes)]];
+    if permanent > 0 {
+        rows.push(vec![format!("no copy: {permanent} experts stay in GPU memory for good"), "-".into()]);
+    }
+    rows
 }
 
 fn experts(plan: &VramPlan) -> String {

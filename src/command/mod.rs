@@ -202,10 +202,17 @@ fn open_cuda(weights: Arc<Weights>, options: cuda::Options, batch: usize, out: O
         out.note(memory::shown(plan, batch));
         bar.get_or_init(|| out.bytes(total, "loading"));
     };
-    let engine = cuda::Engine::open(weights, options, &mut planned, &mut |n| {
+    let with_zeros = weights.tensors().iter().filter(|(id, _)| weights.has_zero_points(*id)).count();
+    if with_zeros > 0 {
+        out.note(format!(
+            "{with_zeros} matrices have zero points: plain kernels run their blocks, which is several times slower"
+        ));
+    }
+    let mut engine = cuda::Engine::open(weights, options, &mut planned, &mut |n| {
         bar.get().iter().for_each(|b| b.advance(n));
     })?;
     bar.get().iter().for_each(|b| b.finish());
+    engine.take_notes().iter().for_each(|note| out.note(note));
     Ok(engine.into())
 }
 

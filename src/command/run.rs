@@ -249,5 +249,6 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
             t.link_bytes_s() / 1e9
         ));
     }
+    engine.take_notes().iter().for_each(|note| out.note(note));
     Ok((text, outcome))
 }

@@ -23,6 +23,7 @@ const SHAPES: &[(&str, &str)] = &[
     shape!("phi-3.5-moe"),
     shape!("deepseek-v2-lite"),
     shape!("olmoe-1b-7b"),
+    shape!("flash-125b-a6b"),
 ];
 
 /// The spec of a named shape, or of a `config.json` by its path.

@@ -88,6 +88,14 @@ impl Engine {
         }
     }
 
+    /// What did not go as planned since this was last asked, a sentence each.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        match self {
+            Engine::Cpu(_) => Vec::new(),
+            Engine::Cuda(e) => e.take_notes(),
+        }
+    }
+
     /// Sizes the buffers for a batch and checks it against vocabulary and caches.
     pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
         match self {

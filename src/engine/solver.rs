@@ -66,6 +66,15 @@ pub struct ExpertWork {
     pub pooled: bool,
 }
 
+/// Inputs of which second moments are to be summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inputs {
+    /// `K`.
+    pub cols: usize,
+    /// Outputs that can pay what the residual stream lacks, `R`; 0: they go elsewhere.
+    pub pays: usize,
+}
+
 /// Matrices that share their inputs.
 pub struct Job<S> {
     /// Second moments of the inputs.
@@ -133,7 +142,8 @@ impl From<cuda::CudaError> for SolverError {
     }
 }
 
-/// A place to compute.
+/// A place to compute. Where matrices make up for what was chosen before them, it passes hidden states through the source beside, and
+/// sums how its inputs and its residual stream differ.
 pub trait Solver {
     /// Second moments where they are summed.
     type Sums;
@@ -143,6 +153,9 @@ pub trait Solver {
 
     /// From now on runs these weights, of which no others than `ids` are asked for.
     fn attach(&mut self, weights: Arc<Weights>, ids: &[TensorId]) -> Result<(), SolverError>;
+
+    /// The same of the source, if it runs beside.
+    fn attach_source(&mut self, ids: &[TensorId]) -> Result<(), SolverError>;
 
     /// Begins a pass over whole sequences.
     fn begin(&mut self, batch: &Batch) -> Result<(), SolverError>;
@@ -159,8 +172,8 @@ pub trait Solver {
     /// Ends a pass: its sequences are forgotten.
     fn end(&mut self, batch: &Batch);
 
-    /// Sums of nothing for inputs of each of these widths; `full`: with the products of different columns.
-    fn empty(&mut self, cols: &[usize], full: bool) -> Result<Vec<Self::Sums>, SolverError>;
+    /// Sums of nothing for each of these inputs; `full`: with the products of different columns.
+    fn empty(&mut self, inputs: &[Inputs], full: bool) -> Result<Vec<Self::Sums>, SolverError>;
 
     /// Sums that were made elsewhere.
     fn lift(&mut self, moments: Moments) -> Result<Self::Sums, SolverError>;
@@ -168,8 +181,8 @@ pub trait Solver {
     /// Tokens summed.
     fn tokens(&self, sums: &Self::Sums) -> Result<usize, SolverError>;
 
-    /// Adds every row of a buffer.
-    fn add(&mut self, sums: &mut Self::Sums, slot: Slot) -> Result<(), SolverError>;
+    /// Adds every row of a buffer; `pays`: with what the residual stream lacks.
+    fn add(&mut self, sums: &mut Self::Sums, slot: Slot, pays: bool) -> Result<(), SolverError>;
 
     /// Adds what experts see of the batch, times the gate; `sums` are theirs one after the other, inputs before what down sees.
     fn add_experts(&mut self, work: &ExpertWork, sums: &mut [&mut Self::Sums]) -> Result<(), SolverError>;

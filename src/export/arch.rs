@@ -62,8 +62,9 @@ pub fn keys(weights: &Weights) -> Result<(Keys, Vec<String>), ExportError> {
     let dir = weights.checkpoint().dir();
     out.general("name", Value::Text(dir.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned())));
     out.general("quantization_version", Value::Count(2));
-    // The type of most tensors: mostly Q4_0.
-    out.general("file_type", Value::Count(2));
+    // The type of most tensors: mostly Q4_0, or mostly Q4_1.
+    let offset = weights.tensors().iter().any(|(id, _)| id.expert.is_some() && weights.has_zero_points(*id));
+    out.general("file_type", Value::Count(if offset { 3 } else { 2 }));
     out.count("block_count", spec.layers.len());
     out.count("context_length", spec.max_positions);
     out.count("embedding_length", spec.width);

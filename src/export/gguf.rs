@@ -34,6 +34,8 @@ pub enum Kind {
     F16,
     /// Blocks of 32 four-bit codes.
     Q4_0,
+    /// The same with an offset.
+    Q4_1,
     /// Blocks of 32 eight-bit codes.
     Q8_0,
     /// 16-bit brain float.
@@ -47,6 +49,7 @@ impl Kind {
             Kind::F32 => "F32",
             Kind::F16 => "F16",
             Kind::Q4_0 => "Q4_0",
+            Kind::Q4_1 => "Q4_1",
             Kind::Q8_0 => "Q8_0",
             Kind::BF16 => "BF16",
         }
@@ -57,6 +60,7 @@ impl Kind {
             Kind::F32 => 0,
             Kind::F16 => 1,
             Kind::Q4_0 => 2,
+            Kind::Q4_1 => 3,
             Kind::Q8_0 => 8,
             Kind::BF16 => 30,
         }
@@ -68,6 +72,7 @@ impl Kind {
             Kind::F32 => n * 4,
             Kind::F16 | Kind::BF16 => n * 2,
             Kind::Q4_0 => n / 32 * 18,
+            Kind::Q4_1 => n / 32 * 20,
             Kind::Q8_0 => n / 32 * 34,
         }
     }

@@ -10,6 +10,7 @@ mod vocab;
 use crate::artifact::weights::Weights;
 use crate::checkpoint::CheckpointError;
 use crate::files::{self, FileError};
+use crate::quant::format::Format;
 use crate::quant::round::RoundError;
 use gguf::{Header, TensorInfo, Value};
 use serde_json::Value as Json;
@@ -38,6 +39,14 @@ pub enum ExportError {
         /// Why.
         source: RoundError,
     },
+    /// GGUF has no blocks of this form.
+    #[error("`{tensor}` is {format}, and llama.cpp has no blocks of eight-bit codes with zero points")]
+    Blocks {
+        /// Canonical id.
+        tensor: String,
+        /// How it is stored.
+        format: Format,
+    },
     /// llama.cpp computes this family in one way only, and the model needs another.
     #[error("llama.cpp cannot run this `{family}`: {what}")]
     Unsupported {
@@ -63,6 +72,7 @@ impl ExportError {
             ExportError::File(e) => e.hint(),
             ExportError::Decode { source, .. } => source.hint(),
             ExportError::Round { .. } => Some("the weights are damaged; `moe verify` says where".into()),
+            ExportError::Blocks { .. } => Some("quantize it as int8 without `:asym`; int4 with zero points becomes Q4_1".into()),
             ExportError::Unsupported { .. } => Some("such a model runs in this tool, vLLM, SGLang and transformers".into()),
             ExportError::Tokenizer { .. } => Some("move the tokenizer files away to export the weights alone".into()),
         }
@@ -94,7 +104,7 @@ pub struct Exported {
     pub warnings: Vec<String>,
 }
 
-/// Writes `weights` as a GGUF file. Packed weights keep their codes; with `source`, the checkpoint that they were made from,
+/// Writes `weights` as a GGUF file. Packed weights keep their codes, those with zero points as Q4_1; with `source`, the checkpoint that they were made from,
 /// those whose groups are wider than a block of 32 are rounded anew. `progress` is told the bytes written
 /// since the last call, and those of the whole file.
 pub fn gguf(
@@ -115,7 +125,7 @@ pub fn gguf(
             keys.push(("tokenizer.ggml.model".into(), Value::Text("none".into())));
         }
     }
-    let plan = tensors::plan(weights, source);
+    let plan = tensors::plan(weights, source)?;
     let infos: Vec<TensorInfo> = plan.iter().map(|t| t.info.clone()).collect();
     let header = Header::new(keys, infos);
     let mut exported = Exported { bytes: header.file_bytes(), tensors: plan.len(), warnings, ..Exported::default() };

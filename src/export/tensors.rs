@@ -6,7 +6,7 @@ use super::gguf::{Kind, TensorInfo};
 use crate::artifact::weights::{Data, Weight, Weights};
 use crate::ids::{Component, Part, Role, TensorId};
 use crate::model::spec::{Attn, Scaling};
-use crate::quant::format::Bits;
+use crate::quant::format::{Bits, Packed, Zero};
 use crate::quant::ggml;
 use crate::tensor::{self, Dtype};
 use rayon::prelude::*;
@@ -34,16 +34,19 @@ pub type Put<'p> = dyn FnMut(&[u8], Scales) -> Result<(), ExportError> + 'p;
 const CHUNK_ELEMENTS: usize = 1 << 20;
 
 /// Everything to write. Packed weights whose groups are wider than a block are taken from `source` instead, if it is given.
-pub fn plan<'a>(weights: &'a Weights, source: Option<&'a Weights>) -> Vec<Tensor<'a>> {
+pub fn plan<'a>(weights: &'a Weights, source: Option<&'a Weights>) -> Result<Vec<Tensor<'a>>, ExportError> {
     let mut all: Vec<Tensor<'a>> = Vec::new();
     let spec = weights.spec();
     for (id, shape) in weights.tensors() {
         let Some(mut weight) = weights.get(*id) else { continue };
-        let wide = matches!(&weight.data, Data::Packed(p) if p.group > ggml::BLOCK && p.bits == Bits::Four);
-        if let Some(other) = source.filter(|_| wide).and_then(|s| s.get(*id)) {
+        let wide = match &weight.data {
+            Data::Packed(p) if p.group > ggml::BLOCK && p.bits == Bits::Four => Some(four_bits(p)),
+            _ => None,
+        };
+        if let Some(other) = source.filter(|_| wide.is_some()).and_then(|s| s.get(*id)) {
             weight = other;
         }
-        let kind = kind(*id, &weight, wide);
+        let kind = kind(*id, &weight, wide)?;
         let shape: Vec<u64> = shape.iter().map(|&d| d as u64).collect();
         let name = name(*id);
         // The experts of a layer come one after the other, three projections each.
@@ -65,7 +68,12 @@ pub fn plan<'a>(weights: &'a Weights, source: Option<&'a Weights>) -> Vec<Tensor
             all.push(Tensor { info, parts: Vec::new(), order: None, table });
         }
     }
-    all
+    Ok(all)
+}
+
+/// Blocks of four-bit codes.
+fn four_bits(p: &Packed<'_>) -> Kind {
+    if p.zeros.is_some() { Kind::Q4_1 } else { Kind::Q4_0 }
 }
 
 /// Name in llama.cpp; the same for all experts of a layer.
@@ -109,8 +117,9 @@ fn name(id: TensorId) -> String {
 }
 
 /// The type a tensor gets. Packed codes keep their width; of floats, experts get 4 bits, other projections 8, embedding, head and
-/// latent projections stay, and what llama.cpp adds or compares in full precision becomes F32.
-fn kind(id: TensorId, weight: &Weight<'_>, requantized: bool) -> Kind {
+/// latent projections stay, and what llama.cpp adds or compares in full precision becomes F32. `anew` is the type of blocks of a
+/// matrix that was taken from the source.
+fn kind(id: TensorId, weight: &Weight<'_>, anew: Option<Kind>) -> Result<Kind, ExportError> {
     let whole = weight.cols.is_multiple_of(ggml::BLOCK);
     let float = match &weight.data {
         Data::Plain { dtype: Dtype::F16, .. } | Data::Gather { dtype: Dtype::F16, .. } => Kind::F16,
@@ -120,29 +129,24 @@ fn kind(id: TensorId, weight: &Weight<'_>, requantized: bool) -> Kind {
         _ => Kind::BF16,
     };
     let vector = id.part == Part::Bias || id.role.component() == Component::Norms;
-    match (&weight.data, id.role) {
+    Ok(match (&weight.data, id.role) {
         _ if vector => Kind::F32,
         (_, Role::Router | Role::SharedRouter) => Kind::F32,
-        (Data::Packed(p), _) if ggml::fits(p.group, p.cols) => {
-            if p.bits == Bits::Four {
-                Kind::Q4_0
-            } else {
-                Kind::Q8_0
-            }
-        }
+        (Data::Packed(p), _) if ggml::fits(p.group, p.cols) => match (p.bits, p.zeros) {
+            (Bits::Four, _) => four_bits(p),
+            (Bits::Eight, None) => Kind::Q8_0,
+            (Bits::Eight, Some(_)) => return Err(ExportError::Blocks { tensor: id.to_string(), format: p.format() }),
+        },
         _ if !whole => float,
-        _ if requantized => Kind::Q4_0,
-        (Data::Packed(p), _) => {
-            if p.bits == Bits::Four {
-                Kind::Q4_0
-            } else {
-                Kind::Q8_0
-            }
-        }
+        (Data::Packed(p), _) => match p.bits {
+            Bits::Four => four_bits(p),
+            Bits::Eight => Kind::Q8_0,
+        },
+        _ if let Some(anew) = anew => anew,
         (_, Role::Embed | Role::Head | Role::QA | Role::KvA | Role::KvB) => float,
         _ if id.expert.is_some() => Kind::Q4_0,
         _ => Kind::Q8_0,
-    }
+    })
 }
 
 /// Rows of q and k in the order of llama.cpp's rotary embedding: `(2 i, 2 i + 1)` for what were `(i, i + Dh / 2)`.
@@ -194,7 +198,7 @@ impl Tensor<'_> {
             Some(order) if !bias => order[row],
             _ => row,
         };
-        if let (Data::Packed(p), Kind::Q4_0 | Kind::Q8_0) = (&weight.data, self.info.kind)
+        if let (Data::Packed(p), Kind::Q4_0 | Kind::Q4_1 | Kind::Q8_0) = (&weight.data, self.info.kind)
             && ggml::fits(p.group, p.cols)
         {
             let rounded = ggml::repack_row(dst, p, from);
@@ -208,14 +212,15 @@ impl Tensor<'_> {
             let plain = floats.clone();
             floats.iter_mut().zip(order).for_each(|(x, &i)| *x = plain[i]);
         }
-        let bits = match self.info.kind {
+        let (bits, zero) = match self.info.kind {
             Kind::F32 => return encoded(dst, Dtype::F32, floats),
             Kind::F16 => return encoded(dst, Dtype::F16, floats),
             Kind::BF16 => return encoded(dst, Dtype::BF16, floats),
-            Kind::Q4_0 => Bits::Four,
-            Kind::Q8_0 => Bits::Eight,
+            Kind::Q4_0 => (Bits::Four, Zero::Middle),
+            Kind::Q4_1 => (Bits::Four, Zero::Point),
+            Kind::Q8_0 => (Bits::Eight, Zero::Middle),
         };
-        let round = ggml::quantize_rows(dst, floats, weight.cols, bits);
+        let round = ggml::quantize_rows(dst, floats, weight.cols, bits, zero);
         round.map_err(|source| ExportError::Round { tensor: id.to_string(), source })?;
         Ok(Scales { all: weight.cols / ggml::BLOCK, rounded: 0 })
     }

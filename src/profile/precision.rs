@@ -5,7 +5,7 @@
 //! of a layer share one scheme, projections that engines fuse share one scheme, and some tensors are never quantized.
 
 use crate::ids::{Component, LayerId, Part, Role, TensorId};
-use crate::quant::format::{self, Format, Group};
+use crate::quant::format::{self, Bits, Format, Group, Zero};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -62,7 +62,9 @@ impl PrecisionError {
             PrecisionError::Pattern { .. } | PrecisionError::Override { .. } => {
                 "for example `layers.*.attn.o=int8:g64`; `moe inspect --tensors` lists the ids".into()
             }
-            PrecisionError::Format { .. } => "formats are source, int4 and int8, with a group such as int4:g64".into(),
+            PrecisionError::Format { .. } => {
+                "formats are source, int4 and int8, with a group such as int4:g64, and zero points such as int4:g64:asym".into()
+            }
         })
     }
 }
@@ -222,6 +224,16 @@ impl Profile {
         Ok(Self { name: name.into(), about: file.about, rules: rules.map_err(|e| malformed(e.to_string()))? })
     }
 
+    /// The same with zero points in every four-bit format; eight bits gain nothing from them, and embeddings never get them.
+    pub fn with_zero_points(mut self) -> Self {
+        for rule in &mut self.rules {
+            if matches!(rule.format, Format::Int { bits: Bits::Four, .. }) {
+                rule.format = rule.format.with_zero(Zero::Point);
+            }
+        }
+        self
+    }
+
     /// The same with another group size in every grouped format.
     pub fn with_group(mut self, group: usize) -> Self {
         for rule in &mut self.rules {
@@ -363,8 +375,8 @@ fn allowed(id: TensorId, shape: &[usize], tied: bool) -> Allowed {
 /// How fine a format is, to choose the finest of a bundle; only formats of one ladder are compared.
 fn fineness(format: Format) -> (usize, usize) {
     match format {
-        Format::Int { bits, group: Group::Of(n) } => (bits.count(), usize::MAX / n.max(1)),
-        Format::Int { bits, group: Group::Channel } => (bits.count(), usize::MAX),
+        Format::Int { bits, group: Group::Of(n), .. } => (bits.count(), usize::MAX / n.max(1)),
+        Format::Int { bits, group: Group::Channel, .. } => (bits.count(), usize::MAX),
         Format::Source => (usize::MAX, 0),
     }
 }
@@ -396,6 +408,8 @@ pub fn decide(tensors: &[(TensorId, Vec<usize>)], tied: bool, overrides: &[Rule]
         let ruled = profile.rules.iter().find(|r| r.pattern.matches(&name)).map_or(Format::Source, |r| r.format);
         let decision = match (asked, allowed) {
             (Some(asked), _) => fitted(asked, shape),
+            // Readers that take quantized embeddings ignore zero points of theirs.
+            (None, Allowed::ByProfile) if id.role == Role::Embed => fitted(ruled.with_zero(Zero::Middle), shape),
             (None, Allowed::ByProfile) => fitted(ruled, shape),
             (None, Allowed::ByOverride) => kept(ruled, shape, Reason::Kept),
             (None, Allowed::Never(reason)) => kept(ruled, shape, reason),

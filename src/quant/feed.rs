@@ -4,10 +4,10 @@
 //! for, and codes carry corrections of earlier ones. So rows try a few sets of scales, keep what leaves the least loss, refit
 //! scales to codes by least squares, and at last move single codes while that helps.
 
-use super::format::Bits;
+use super::format::{Bits, Level};
 use super::gptq::{Factor, Feedback, FeedbackError};
 use super::round::{self, Rounding};
-use crate::tensor::{decode, round_to};
+use crate::tensor::round_to;
 use faer::linalg::matmul::matmul;
 use faer::prelude::Solve;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
@@ -26,8 +26,8 @@ pub const SWEEPS: usize = 3;
 pub(super) struct Found {
     /// `[n, K]`.
     pub codes: Vec<u8>,
-    /// Scales, `[n, K / group]`.
-    pub grid: Vec<f32>,
+    /// Scales and codes of zero, `[n, K / group]`.
+    pub grid: Vec<Level>,
     /// `diag(dW H dW')`.
     pub losses: Vec<f64>,
 }
@@ -42,13 +42,14 @@ pub(super) struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Starts from the scales `grid` of the weighted search.
-    pub fn run(&self, grid: Vec<f32>) -> Result<Found, FeedbackError> {
+    /// Starts from the `grid` of the weighted search. Codes of zero stay as a search has chosen them.
+    pub fn run(&self, grid: Vec<Level>) -> Result<Found, FeedbackError> {
         let mut best = self.feed(grid);
         best.improve(self.feed(self.searched()?), self.group);
         let start = best.grid.clone();
         for factor in STRETCH {
-            best.improve(self.feed(self.rounded(start.iter().map(|s| s * factor))), self.group);
+            let stretched = |l: &Level| Level { scale: round_to(self.how.scale_dtype, l.scale * factor), ..*l };
+            best.improve(self.feed(start.iter().map(stretched).collect()), self.group);
         }
         for _ in 0..REFITS {
             let refitted = self.refit(&best);
@@ -58,24 +59,14 @@ impl Search<'_> {
         Ok(best)
     }
 
-    fn rounded(&self, scales: impl Iterator<Item = f32>) -> Vec<f32> {
-        scales.map(|s| round_to(self.how.scale_dtype, s)).collect()
-    }
-
-    /// Scales of the search with the weights that errors have under feedback.
-    fn searched(&self) -> Result<Vec<f32>, FeedbackError> {
-        let (k, how) = (self.feedback.cols, self.how);
-        let mut words = vec![0; self.src.len() * how.bits.count() / 8];
-        let groups = self.src.len() / self.group;
-        let mut scales = vec![0; how.scale_dtype.bytes(groups)];
-        round::quantize_rows(&mut words, &mut scales, self.src, k, Some(&self.factor.energy), how)?;
-        let mut grid = vec![0.0; groups];
-        decode(&mut grid, how.scale_dtype, &scales);
-        Ok(grid)
+    /// The grid of the search with the weights that errors have under feedback.
+    fn searched(&self) -> Result<Vec<Level>, FeedbackError> {
+        let packed = round::quantize_rows(self.src, self.feedback.cols, Some(&self.factor.energy), self.how)?;
+        Ok(packed.view().levels())
     }
 
     /// Codes with error feedback on these scales.
-    pub fn feed(&self, grid: Vec<f32>) -> Found {
+    pub fn feed(&self, grid: Vec<Level>) -> Found {
         let Feedback { cols, order, .. } = self.feedback;
         let (k, group) = (*cols, self.group);
         let rows = self.src.len() / k;
@@ -111,12 +102,12 @@ impl Search<'_> {
     }
 
     /// The scales that leave the least loss with the codes as they are: for each row the solution of `A s = b` with
-    /// `A_gh = c_g H c_h'` and `b_g = c_g H w'`, `c_g` being the codes of group `g`.
-    fn refit(&self, best: &Found) -> Vec<f32> {
+    /// `A_gh = c_g H c_h'` and `b_g = c_g H w'`, `c_g` being the codes of group `g`, counted from that of zero.
+    fn refit(&self, best: &Found) -> Vec<Level> {
         let (k, group) = (self.feedback.cols, self.group);
         let (rows, groups) = (self.src.len() / k, k / group);
-        let half = self.how.bits.half() as f32;
-        let codes: Vec<f32> = best.codes.iter().map(|&c| f32::from(c) - half).collect();
+        let codes = best.codes.chunks_exact(group).zip(&best.grid);
+        let codes: Vec<f32> = codes.flat_map(|(codes, level)| codes.iter().map(|&c| f32::from(c) - level.zero)).collect();
         let h = MatRef::from_row_major_slice(&self.feedback.used, k, k);
         let mut a = vec![0.0f64; rows * groups * groups];
         let mut b = vec![0.0f64; rows * groups];
@@ -140,10 +131,10 @@ impl Search<'_> {
             let right = Mat::from_fn(groups, 1, |i, _| b[r * groups + i]);
             let Ok(llt) = matrix.llt(Side::Lower) else { continue };
             let solution = llt.solve(&right);
-            for (i, s) in grid.iter_mut().enumerate() {
+            for (i, Level { scale, .. }) in grid.iter_mut().enumerate() {
                 let refitted = round_to(self.how.scale_dtype, solution[(i, 0)] as f32);
-                let usable = refitted.is_finite() && refitted != 0.0 && (refitted > 0.0) == (*s > 0.0);
-                *s = if usable { refitted } else { *s };
+                let usable = refitted.is_finite() && refitted != 0.0 && (refitted > 0.0) == (*scale > 0.0);
+                *scale = if usable { refitted } else { *scale };
             }
         }
         grid
@@ -152,10 +143,8 @@ impl Search<'_> {
     /// Moves single codes by one step while that lowers the loss.
     fn descend(&self, best: &mut Found) {
         let (k, group) = (self.feedback.cols, self.group);
-        let (rows, half) = (self.src.len() / k, self.how.bits.half() as f32);
-        let value = |code: u8, scale: f32| (f32::from(code) - half) * scale;
-        let scale_of = |i: usize, grid: &[f32]| grid[i / k * (k / group) + i % k / group];
-        let rest: Vec<f32> = (0..rows * k).map(|i| self.src[i] - value(best.codes[i], scale_of(i, &best.grid))).collect();
+        let rows = self.src.len() / k;
+        let rest: Vec<f32> = (0..rows * k).map(|i| self.src[i] - best.grid[i / group].value(best.codes[i])).collect();
         let mut gradient = vec![0.0f32; rows * k];
         let h = MatRef::from_row_major_slice(&self.feedback.used, k, k);
         let d = MatRef::from_row_major_slice(&rest, rows, k);
@@ -207,7 +196,7 @@ struct Block<'a> {
     upper: &'a [f32],
     stride: usize,
     weight: &'a [f32],
-    grid: &'a [f32],
+    grid: &'a [Level],
     group: usize,
     bits: Bits,
 }
@@ -218,10 +207,10 @@ fn feed_block(w: &mut [f32], error: &mut [f32], codes: &mut [u8], block: &Block<
     let half = block.bits.half() as f32;
     let mut loss = 0.0f64;
     for (i, &column) in block.columns.iter().enumerate() {
-        let scale = block.grid[column / block.group];
-        let code = round::code(w[i] / scale, half);
+        let level = block.grid[column / block.group];
+        let code = round::code(w[i] / level.scale + (level.zero - half), half);
         codes[column] = code;
-        let e = w[i] - (f32::from(code) - half) * scale;
+        let e = w[i] - level.value(code);
         error[i] = e;
         loss += f64::from(e * e * block.weight[i]);
         let factors = &block.upper[i * block.stride + i + 1..i * block.stride + block.columns.len()];
@@ -232,12 +221,12 @@ fn feed_block(w: &mut [f32], error: &mut [f32], codes: &mut [u8], block: &Block<
 
 /// Visits every code of a row once; `gradient` is `H d'` of its error `d` and follows. Returns what the loss fell by.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn sweep(codes: &mut [u8], gradient: &mut [f32], h: &[f32], grid: &[f32], group: usize, bits: Bits) -> f64 {
+fn sweep(codes: &mut [u8], gradient: &mut [f32], h: &[f32], grid: &[Level], group: usize, bits: Bits) -> f64 {
     let k = codes.len();
-    let most = (2 * bits.half() - 1) as f32;
+    let most = bits.top() as f32;
     let mut gain = 0.0f64;
     for i in 0..k {
-        let (scale, own) = (grid[i / group], h[i * k + i]);
+        let (scale, own) = (grid[i / group].scale, h[i * k + i]);
         // The step that would be best without a grid, in units of codes.
         let wanted = gradient[i] / (own * scale);
         if wanted.abs() <= 0.5 {

@@ -1,9 +1,11 @@
 //! Packed integers with group scales: sizes, unpacking, and products straight from the packed words.
 //!
-//! `value = (code - half) * scale`, with `half` 8 or 128. Codes of a row are consecutive in little-endian 32-bit words, element
-//! 0 in the lowest bits (compressed-tensors `pack-quantized`). A scale covers `group` consecutive columns of one row.
+//! `value = (code - zero) * scale`. Codes of a row are consecutive in little-endian 32-bit words, element 0 in the lowest bits
+//! (compressed-tensors `pack-quantized`). A scale covers `group` consecutive columns of one row. The code of zero is the middle
+//! one, 8 or 128, or each group has its own; such zero points are packed down the rows: a word holds those of one group of as many
+//! consecutive rows as it has codes, the first in the lowest bits, and rows that the last word lacks are 0.
 
-use crate::tensor::{Dtype, bf16_to_f32, decode};
+use crate::tensor::{Dtype, bf16_to_f32, decode, encode};
 use multiversion::multiversion;
 use std::fmt;
 use std::ops::Range;
@@ -27,9 +29,14 @@ impl Bits {
         }
     }
 
-    /// The code of zero, 8 or 128.
+    /// The middle code, 8 or 128.
     pub fn half(self) -> i32 {
         1 << (self.count() - 1)
+    }
+
+    /// The highest code, 15 or 255.
+    pub fn top(self) -> i32 {
+        2 * self.half() - 1
     }
 
     /// Codes in a 32-bit word.
@@ -57,23 +64,37 @@ impl Group {
     }
 }
 
+/// Which code stands for zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Zero {
+    /// The middle one everywhere: symmetric.
+    #[default]
+    Middle,
+    /// One of each group's own: asymmetric.
+    Point,
+}
+
 /// How a matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Format {
     /// As in the checkpoint.
     Source,
-    /// Symmetric integers with scales.
+    /// Integers with scales.
     Int {
         /// Width of a code.
         bits: Bits,
         /// Columns a scale covers.
         group: Group,
+        /// The code of zero.
+        zero: Zero,
     },
 }
 
 /// A format that cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no format, expected source, int4, int8, int4:g32, int4:g64, int4:g128, int8:g128, int8:channel or the like")]
+#[error(
+    "`{0}` is no format, expected source, int4, int8, int4:g32, int4:g64, int4:g128, int8:g128, int8:channel, int4:g64:asym or the like"
+)]
 pub struct FormatError(String);
 
 impl FromStr for Format {
@@ -84,6 +105,7 @@ impl FromStr for Format {
         if text == "source" {
             return Ok(Format::Source);
         }
+        let (text, zero) = text.strip_suffix(":asym").map_or((text, Zero::Middle), |rest| (rest, Zero::Point));
         let (name, group) = text.split_once(':').unwrap_or((text, "g128"));
         let bits = match name {
             "int4" => Bits::Four,
@@ -97,27 +119,28 @@ impl FromStr for Format {
                 _ => return Err(wrong()),
             },
         };
-        Ok(Format::Int { bits, group })
+        Ok(Format::Int { bits, group, zero })
     }
 }
 
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Format::Source => f.write_str("source"),
-            Format::Int { bits, group: Group::Of(n) } => write!(f, "int{}:g{n}", bits.count()),
-            Format::Int { bits, group: Group::Channel } => write!(f, "int{}:channel", bits.count()),
+        let Format::Int { bits, group, zero } = self else { return f.write_str("source") };
+        match group {
+            Group::Of(n) => write!(f, "int{}:g{n}", bits.count())?,
+            Group::Channel => write!(f, "int{}:channel", bits.count())?,
         }
+        f.write_str(if *zero == Zero::Point { ":asym" } else { "" })
     }
 }
 
 impl Format {
     /// 4 bits, a scale every 128 columns.
-    pub const INT4_G128: Format = Format::Int { bits: Bits::Four, group: Group::Of(128) };
+    pub const INT4_G128: Format = Format::Int { bits: Bits::Four, group: Group::Of(128), zero: Zero::Middle };
     /// 8 bits, a scale every 128 columns.
-    pub const INT8_G128: Format = Format::Int { bits: Bits::Eight, group: Group::Of(128) };
+    pub const INT8_G128: Format = Format::Int { bits: Bits::Eight, group: Group::Of(128), zero: Zero::Middle };
     /// 8 bits, a scale a row.
-    pub const INT8_CHANNEL: Format = Format::Int { bits: Bits::Eight, group: Group::Channel };
+    pub const INT8_CHANNEL: Format = Format::Int { bits: Bits::Eight, group: Group::Channel, zero: Zero::Middle };
 
     /// 32-bit words of a row; 0 for [`Format::Source`].
     pub fn packed_cols(self, cols: usize) -> usize {
@@ -136,11 +159,32 @@ impl Format {
         }
     }
 
+    /// Words of the zero points of so many rows, a line of [`Format::scale_cols`] each `per_word` rows; 0 where there are none.
+    pub fn zero_rows(self, rows: usize) -> usize {
+        match self {
+            Format::Int { bits, zero: Zero::Point, .. } => rows.div_ceil(bits.per_word()),
+            _ => 0,
+        }
+    }
+
+    /// The same with another code of zero.
+    pub fn with_zero(self, zero: Zero) -> Self {
+        match self {
+            Format::Source => self,
+            Format::Int { bits, group, .. } => Format::Int { bits, group, zero },
+        }
+    }
+
+    /// Whether each group has a zero point of its own.
+    pub fn has_zero_points(self) -> bool {
+        matches!(self, Format::Int { zero: Zero::Point, .. })
+    }
+
     /// Whether rows of this length are whole words and whole groups.
     pub fn fits(self, cols: usize) -> bool {
         match self {
             Format::Source => true,
-            Format::Int { bits, group } => {
+            Format::Int { bits, group, .. } => {
                 let grouped = match group {
                     Group::Of(n) => cols.is_multiple_of(n),
                     Group::Channel => true,
@@ -152,27 +196,47 @@ impl Format {
 
     /// Bytes of a matrix whose plain form and scales have type `source`; the 16 bytes of `weight_shape` are not counted.
     pub fn bytes(self, rows: usize, cols: usize, source: Dtype) -> usize {
+        let zeros = 4 * self.zero_rows(rows) * self.scale_cols(cols);
         match self {
             Format::Source => source.bytes(rows * cols),
-            Format::Int { .. } => rows * (4 * self.packed_cols(cols) + source.bytes(self.scale_cols(cols))),
+            Format::Int { .. } => rows * (4 * self.packed_cols(cols) + source.bytes(self.scale_cols(cols))) + zeros,
         }
     }
 
-    /// Bits a weight, scales of type `scale` included.
+    /// Bits a weight, scales of type `scale` and zero points included.
     pub fn bits_per_weight(self, cols: usize, scale: Dtype) -> f64 {
-        8.0 * self.bytes(1, cols, scale) as f64 / cols as f64
+        const ROWS: usize = 8;
+        self.bytes(ROWS, cols, scale) as f64 / cols as f64 * 8.0 / ROWS as f64
     }
 }
 
 /// The first format that fits rows of `cols`: the wanted one, smaller groups of 64 and 32, 8 bits a channel, source.
 pub fn fit(wanted: Format, cols: usize) -> Format {
-    let Format::Int { bits, group } = wanted else { return Format::Source };
-    let smaller = [64, 32]
-        .into_iter()
-        .filter(|&n| matches!(group, Group::Of(g) if n < g))
-        .map(|n| Format::Int { bits, group: Group::Of(n) });
+    let Format::Int { bits, group, zero } = wanted else { return Format::Source };
+    let smaller = [64, 32].into_iter().filter(|&n| matches!(group, Group::Of(g) if n < g)).map(|n| Format::Int {
+        bits,
+        group: Group::Of(n),
+        zero,
+    });
     let ladder = std::iter::once(wanted).chain(smaller).chain([Format::INT8_CHANNEL]);
     ladder.into_iter().find(|f| f.fits(cols)).unwrap_or(Format::Source)
+}
+
+/// What codes of one group mean: `value = (code - zero) * scale`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Level {
+    /// Distance between values of neighbouring codes; negative turns their order around.
+    pub scale: f32,
+    /// The code of zero, an integer.
+    pub zero: f32,
+}
+
+impl Level {
+    /// The value of a code.
+    #[inline(always)]
+    pub fn value(self, code: u8) -> f32 {
+        (f32::from(code) - self.zero) * self.scale
+    }
 }
 
 /// A packed matrix, borrowed.
@@ -192,6 +256,8 @@ pub struct Packed<'a> {
     pub scales: &'a [u8],
     /// Type of the scales.
     pub scale_dtype: Dtype,
+    /// Zero points, `[rows / bits.per_word() rounded up, cols / group]` words; `None`: the middle code is zero.
+    pub zeros: Option<&'a [u8]>,
 }
 
 impl<'a> Packed<'a> {
@@ -201,21 +267,47 @@ impl<'a> Packed<'a> {
         &self.words[row * n..(row + 1) * n]
     }
 
-    /// Decodes one row's scales, `dst.len() = cols / group`.
-    pub fn row_scales(&self, row: usize, dst: &mut [f32]) {
-        let n = self.scale_dtype.bytes(self.cols / self.group);
-        decode(dst, self.scale_dtype, &self.scales[row * n..(row + 1) * n]);
+    /// Scales and zero points of one row, `dst.len() = cols / group`.
+    pub fn row_levels(&self, row: usize, dst: &mut [Level]) {
+        let (groups, element) = (self.cols / self.group, self.scale_dtype.bytes(1));
+        let scales = self.scales[row * groups * element..].chunks_exact(element);
+        for (g, (level, scale)) in dst[..groups].iter_mut().zip(scales).enumerate() {
+            decode(std::slice::from_mut(&mut level.scale), self.scale_dtype, scale);
+            level.zero = self.zeros.map_or(self.bits.half() as f32, |zeros| {
+                let (at, shift) = zero_place(self.bits, groups, row, g);
+                f32::from(zeros[at] >> shift & self.bits.top() as u8)
+            });
+        }
+    }
+
+    /// Scales and zero points of all rows, `[rows, cols / group]`.
+    pub fn levels(&self) -> Vec<Level> {
+        let mut levels = vec![Level::default(); self.rows * self.cols / self.group];
+        levels.chunks_exact_mut(self.cols / self.group).enumerate().for_each(|(row, dst)| self.row_levels(row, dst));
+        levels
     }
 
     /// Decodes rows `first ..` into `dst`, `[n, cols]`.
     pub fn dequantize_rows(&self, dst: &mut [f32], first: usize) {
-        let mut scales = vec![0.0; self.cols / self.group];
+        let mut levels = vec![Level::default(); self.cols / self.group];
         for (i, row) in dst.chunks_exact_mut(self.cols).enumerate() {
-            self.row_scales(first + i, &mut scales);
+            self.row_levels(first + i, &mut levels);
             let words = self.row_words(first + i);
-            dequantize(row, words, &scales, self.bits, self.group);
+            dequantize(row, words, &levels, self.bits, self.group);
         }
     }
+
+    /// How it is stored.
+    pub fn format(&self) -> Format {
+        let group = if self.group == self.cols { Group::Channel } else { Group::Of(self.group) };
+        Format::Int { bits: self.bits, group, zero: if self.zeros.is_some() { Zero::Point } else { Zero::Middle } }
+    }
+}
+
+/// Byte of a zero point among the words of all, and its lowest bit there; `groups` a row.
+fn zero_place(bits: Bits, groups: usize, row: usize, group: usize) -> (usize, usize) {
+    let (word, bit) = (row / bits.per_word() * groups + group, row % bits.per_word() * bits.count());
+    (4 * word + bit / 8, bit % 8)
 }
 
 /// A packed matrix in memory.
@@ -235,20 +327,54 @@ pub struct OwnedPacked {
     pub scales: Vec<u8>,
     /// Type of the scales.
     pub scale_dtype: Dtype,
+    /// As in [`Packed`].
+    pub zeros: Option<Vec<u8>>,
 }
 
 impl OwnedPacked {
-    /// Room for a matrix.
-    pub fn zeroed(rows: usize, cols: usize, bits: Bits, group: Group, scale_dtype: Dtype) -> Self {
-        let format = Format::Int { bits, group };
+    /// Rows that begin at a multiple of this many hold whole words of zero points, and so can be packed apart.
+    pub const STEP_ROWS: usize = 8;
+
+    /// Room for a matrix, of `format`'s integers.
+    ///
+    /// # Panics
+    /// If these are none.
+    pub fn zeroed(rows: usize, cols: usize, format: Format, scale_dtype: Dtype) -> Self {
+        let Format::Int { bits, group, zero } = format else { panic!("{format} has no codes") };
         let words = vec![0; rows * format.packed_cols(cols) * 4];
         let scales = vec![0; scale_dtype.bytes(rows * format.scale_cols(cols))];
-        Self { bits, group, rows, cols, words, scales, scale_dtype }
+        let zeros = (zero == Zero::Point).then(|| vec![0; format.zero_rows(rows) * format.scale_cols(cols) * 4]);
+        Self { bits, group, rows, cols, words, scales, scale_dtype, zeros }
     }
 
-    /// Bytes of a row's words and of its scales.
-    pub fn row_bytes(&self) -> [usize; 2] {
-        [self.words.len() / self.rows.max(1), self.scales.len() / self.rows.max(1)]
+    /// Sets what the codes of a group mean; the zero point only where there are any, and once.
+    pub(super) fn set_level(&mut self, row: usize, group: usize, level: Level) {
+        let groups = self.cols / self.group.columns(self.cols).max(1);
+        let element = self.scale_dtype.bytes(1);
+        let at = (row * groups + group) * element;
+        encode(&mut self.scales[at..at + element], self.scale_dtype, &[level.scale]);
+        if let Some(zeros) = &mut self.zeros {
+            let (at, shift) = zero_place(self.bits, groups, row, group);
+            let mask = (self.bits.top() as u8) << shift;
+            zeros[at] = (zeros[at] & !mask) | (level.zero as u8) << shift;
+        }
+    }
+
+    /// Adds the rows of another below; this one has a multiple of [`OwnedPacked::STEP_ROWS`].
+    pub(super) fn append(&mut self, other: &Self) {
+        debug_assert!(self.rows.is_multiple_of(Self::STEP_ROWS) && self.format() == other.format());
+        self.rows += other.rows;
+        self.words.extend_from_slice(&other.words);
+        self.scales.extend_from_slice(&other.scales);
+        if let (Some(zeros), Some(others)) = (&mut self.zeros, &other.zeros) {
+            zeros.extend_from_slice(others);
+        }
+    }
+
+    /// How it is stored.
+    pub fn format(&self) -> Format {
+        let zero = if self.zeros.is_some() { Zero::Point } else { Zero::Middle };
+        Format::Int { bits: self.bits, group: self.group, zero }
     }
 
     /// The matrix, borrowed.
@@ -261,6 +387,7 @@ impl OwnedPacked {
             words: &self.words,
             scales: &self.scales,
             scale_dtype: self.scale_dtype,
+            zeros: self.zeros.as_deref(),
         }
     }
 }
@@ -269,44 +396,42 @@ impl OwnedPacked {
 const LANES: usize = 32;
 
 #[inline(always)]
-fn codes<const BITS: usize>(out: &mut [f32; LANES], words: &[u8]) {
-    let half = (1 << (BITS - 1)) as f32;
+fn codes<const BITS: usize>(out: &mut [f32; LANES], words: &[u8], zero: f32) {
     if BITS == 4 {
         for (o, &b) in out.chunks_exact_mut(2).zip(&words[..LANES / 2]) {
-            o[0] = (b & 15) as f32 - half;
-            o[1] = (b >> 4) as f32 - half;
+            o[0] = (b & 15) as f32 - zero;
+            o[1] = (b >> 4) as f32 - zero;
         }
     } else {
         for (o, &b) in out.iter_mut().zip(&words[..LANES]) {
-            *o = b as f32 - half;
+            *o = b as f32 - zero;
         }
     }
 }
 
 /// Decodes one row.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn dequantize(row: &mut [f32], words: &[u8], scales: &[f32], bits: Bits, group: usize) {
+fn dequantize(row: &mut [f32], words: &[u8], levels: &[Level], bits: Bits, group: usize) {
     match bits {
-        Bits::Four => dequantize_as::<4>(row, words, scales, group),
-        Bits::Eight => dequantize_as::<8>(row, words, scales, group),
+        Bits::Four => dequantize_as::<4>(row, words, levels, group),
+        Bits::Eight => dequantize_as::<8>(row, words, levels, group),
     }
 }
 
 #[inline(always)]
-fn dequantize_as<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32], group: usize) {
-    let half = (1 << (BITS - 1)) as f32;
-    for ((x, w), &scale) in row.chunks_mut(group).zip(words.chunks(group * BITS / 8)).zip(scales) {
+fn dequantize_as<const BITS: usize>(row: &mut [f32], words: &[u8], levels: &[Level], group: usize) {
+    for ((x, w), &level) in row.chunks_mut(group).zip(words.chunks(group * BITS / 8)).zip(levels) {
         let mut blocks = x.chunks_exact_mut(LANES);
         let mut bytes = w.chunks_exact(LANES * BITS / 8);
         for (block, bytes) in blocks.by_ref().zip(bytes.by_ref()) {
             let mut c = [0.0; LANES];
-            codes::<BITS>(&mut c, bytes);
-            block.iter_mut().zip(c).for_each(|(x, c)| *x = c * scale);
+            codes::<BITS>(&mut c, bytes, level.zero);
+            block.iter_mut().zip(c).for_each(|(x, c)| *x = c * level.scale);
         }
         let bytes = bytes.remainder();
         for (i, x) in blocks.into_remainder().iter_mut().enumerate() {
             let code = if BITS == 4 { (bytes[i / 2] >> (4 * (i % 2))) & 15 } else { bytes[i] };
-            *x = (code as f32 - half) * scale;
+            *x = level.value(code);
         }
     }
 }
@@ -316,15 +441,14 @@ fn dequantize_as<const BITS: usize>(row: &mut [f32], words: &[u8], scales: &[f32
 pub struct Activations {
     /// `[T, cols]`.
     x: Vec<f32>,
-    /// `[T, cols / group]` sums of `x`, times the code of zero.
-    offsets: Vec<f32>,
+    /// `[T, cols / group]` sums of `x`.
+    sums: Vec<f32>,
 }
 
 impl Activations {
     /// Orders `x`, `[T, cols]`, for products with `w`.
     pub fn new(x: &[f32], w: &Packed<'_>) -> Self {
-        let half = w.bits.half() as f32;
-        let offsets = x.chunks_exact(w.group).map(|g| half * g.iter().sum::<f32>()).collect();
+        let sums = x.chunks_exact(w.group).map(|g| g.iter().sum()).collect();
         let mut x = x.to_vec();
         if w.bits == Bits::Four {
             for block in x.chunks_exact_mut(w.group).flat_map(|g| g.chunks_exact_mut(LANES)) {
@@ -335,52 +459,52 @@ impl Activations {
                 }
             }
         }
-        Self { x, offsets }
+        Self { x, sums }
     }
 }
 
 /// `dst[row - rows.start, t] = W[row] . x[t]`, a group at a time straight from the packed words. The code
 /// of zero is taken off once a group, through the sum of its activations.
 pub fn dot_rows(dst: &mut [f32], w: &Packed<'_>, rows: Range<usize>, x: &Activations) {
-    let mut scales = vec![0.0; w.cols / w.group];
+    let mut levels = vec![Level::default(); w.cols / w.group];
     let num_tok = x.x.len() / w.cols;
     for (out, row) in dst.chunks_exact_mut(num_tok).zip(rows) {
-        w.row_scales(row, &mut scales);
-        dot_row(out, w.row_words(row), &scales, w, x);
+        w.row_levels(row, &mut levels);
+        dot_row(out, w.row_words(row), &levels, w, x);
     }
 }
 
 /// One row against every token.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn dot_row(out: &mut [f32], words: &[u8], scales: &[f32], w: &Packed<'_>, x: &Activations) {
+fn dot_row(out: &mut [f32], words: &[u8], levels: &[Level], w: &Packed<'_>, x: &Activations) {
     match w.bits {
-        Bits::Four => dot_row_as::<4>(out, words, scales, w.group, x, w.cols),
-        Bits::Eight => dot_row_as::<8>(out, words, scales, w.group, x, w.cols),
+        Bits::Four => dot_row_as::<4>(out, words, levels, w.group, x, w.cols),
+        Bits::Eight => dot_row_as::<8>(out, words, levels, w.group, x, w.cols),
     }
 }
 
 #[inline(always)]
-fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], scales: &[f32], group: usize, x: &Activations, cols: usize) {
+fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], levels: &[Level], group: usize, x: &Activations, cols: usize) {
     let whole = group / LANES * LANES;
     for (t, out) in out.iter_mut().enumerate() {
-        let (x, offsets) = (&x.x[t * cols..(t + 1) * cols], &x.offsets[t * scales.len()..(t + 1) * scales.len()]);
+        let (x, sums) = (&x.x[t * cols..(t + 1) * cols], &x.sums[t * levels.len()..(t + 1) * levels.len()]);
         let mut total = [0.0f32; LANES];
         let mut rest = 0.0;
         let groups = words.chunks_exact(group * BITS / 8).zip(x.chunks_exact(group));
-        for (((bytes, x), &scale), offset) in groups.zip(scales).zip(offsets) {
+        for (((bytes, x), &level), sum) in groups.zip(levels).zip(sums) {
             let mut part = [0.0f32; LANES];
             for (bytes, x) in bytes.chunks_exact(LANES * BITS / 8).zip(x.chunks_exact(LANES)) {
                 block::<BITS>(&mut part, bytes, x);
             }
             for (total, part) in total.iter_mut().zip(part) {
-                *total = part.mul_add(scale, *total);
+                *total = part.mul_add(level.scale, *total);
             }
-            let mut tail = -offset;
+            let mut tail = -(level.zero * sum);
             for (i, x) in x.iter().enumerate().skip(whole) {
                 let code = if BITS == 4 { (bytes[i / 2] >> (4 * (i % 2))) & 15 } else { bytes[i] };
                 tail += code as f32 * x;
             }
-            rest += scale * tail;
+            rest += level.scale * tail;
         }
         *out = tree_sum(total) + rest;
     }

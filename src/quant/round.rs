@@ -1,11 +1,12 @@
 //! Choosing scales and codes, one group of a row at a time.
 //!
-//! `absmax` repeats the observer and compressor of compressed-tensors bit for bit: scale `absmax / (half - 0.5)`, division and
-//! rounding in the scale's type, half to even. `search` tries scales around that value with both signs.
+//! `absmax` repeats the observer and compressor of compressed-tensors bit for bit: scale `absmax / (half - 0.5)`, or with zero
+//! points the range over the highest code, division and rounding in the scale's type, half to even. `search` tries scales around
+//! that value, with both signs or with zero points around the one that centres the range.
 
-use super::format::{Bits, Group};
+use super::format::{Bits, Format, Group, Level, OwnedPacked, Zero};
 use super::search::Search;
-use crate::tensor::{Dtype, encode, round_to};
+use crate::tensor::{Dtype, round_to};
 use multiversion::multiversion;
 use std::fmt;
 use std::str::FromStr;
@@ -13,10 +14,10 @@ use std::str::FromStr;
 /// How a group's scale is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
-    /// Least squared error over a grid of scales of both signs.
+    /// Least squared error over a grid of scales, of both signs or with zero points.
     #[default]
     Search,
-    /// From the largest magnitude alone.
+    /// From the largest magnitude alone, or with zero points from the smallest and the largest value.
     Absmax,
 }
 
@@ -53,12 +54,21 @@ pub struct Rounding {
     pub bits: Bits,
     /// Columns that share a scale.
     pub group: Group,
+    /// The code of zero.
+    pub zero: Zero,
     /// How scales are chosen.
     pub method: Method,
     /// Type in which scales are stored: `F32`, `F16` or `BF16`.
     pub scale_dtype: Dtype,
     /// No negative scales, for readers that refuse them.
     pub positive_scales: bool,
+}
+
+impl Rounding {
+    /// What comes of it.
+    pub fn format(&self) -> Format {
+        Format::Int { bits: self.bits, group: self.group, zero: self.zero }
+    }
 }
 
 /// A value that cannot be quantized.
@@ -92,76 +102,76 @@ impl RoundError {
     }
 }
 
-/// Quantizes rows `src`, `[n, cols]`, into packed `words` and `scales`. `energy`, `[cols]`, weighs squared errors.
+/// Quantizes rows `src`, `[n, cols]`. `energy`, `[cols]`, weighs squared errors.
 ///
 /// # Panics
-/// If the format does not fit `cols`, or buffer lengths disagree.
-pub fn quantize_rows(
-    words: &mut [u8],
-    scales: &mut [u8],
-    src: &[f32],
-    cols: usize,
-    energy: Option<&[f32]>,
-    how: &Rounding,
-) -> Result<(), RoundError> {
-    let group = match how.group {
-        Group::Of(n) => n,
-        Group::Channel => cols,
-    };
+/// If the format does not fit `cols`.
+pub fn quantize_rows(src: &[f32], cols: usize, energy: Option<&[f32]>, how: &Rounding) -> Result<OwnedPacked, RoundError> {
+    let group = how.group.columns(cols);
     let group_bytes = group * how.bits.count() / 8;
-    let scale_bytes = how.scale_dtype.bytes(1);
-    assert!(cols.is_multiple_of(group) && group.is_multiple_of(how.bits.per_word()));
-    assert_eq!(words.len(), src.len() * how.bits.count() / 8);
-    assert_eq!(scales.len(), src.len() / group * scale_bytes);
-    let groups = src.chunks_exact(group).zip(words.chunks_exact_mut(group_bytes)).zip(scales.chunks_exact_mut(scale_bytes));
+    assert!(how.format().fits(cols) && src.len().is_multiple_of(cols));
+    let mut out = OwnedPacked::zeroed(src.len() / cols, cols, how.format(), how.scale_dtype);
     let mut search = Search::new(how);
-    for (g, ((x, words), scale_out)) in groups.enumerate() {
+    for (g, x) in src.chunks_exact(group).enumerate() {
         let (row, col) = (g * group / cols, g * group % cols);
-        let absmax = absmax(x);
-        if !absmax.is_finite() {
+        let range = range(x);
+        if range[0].is_nan() {
             let i = x.iter().position(|v| !v.is_finite()).unwrap_or(0);
             return Err(RoundError::NonFinite { row, col: col + i });
         }
         let energy = energy.map(|e| &e[col..col + group]);
-        let scale = match how.method {
-            Method::Absmax => absmax_scale(absmax, how),
-            Method::Search => search.scale(x, absmax, energy).unwrap_or_else(|| absmax_scale(absmax, how)),
+        let level = match how.method {
+            Method::Absmax => widest(range, how),
+            Method::Search => search.level(x, range, energy).unwrap_or_else(|| widest(range, how)),
         };
-        if !scale.is_finite() {
+        if !level.scale.is_finite() {
             return Err(RoundError::ScaleOverflow { row, col });
         }
-        encode(scale_out, how.scale_dtype, &[scale]);
+        out.set_level(row, col / group, level);
         let reduced = if how.method == Method::Absmax { how.scale_dtype } else { Dtype::F32 };
-        pack(words, x, scale, how.bits, reduced);
+        pack(&mut out.words[g * group_bytes..(g + 1) * group_bytes], x, level, how.bits, reduced);
     }
-    Ok(())
+    Ok(out)
 }
 
-/// Largest magnitude; not finite if any value is not.
+/// Smallest and largest value, zero among them; not numbers if any value is not finite.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn absmax(x: &[f32]) -> f32 {
+fn range(x: &[f32]) -> [f32; 2] {
     const LANES: usize = 16;
-    let mut most = [0.0f32; LANES];
-    let mut bad = [0.0f32; LANES];
+    let (mut low, mut high, mut bad) = ([0.0f32; LANES], [0.0f32; LANES], [0.0f32; LANES]);
+    let mut see = |i: usize, v: f32| {
+        low[i] = if v < low[i] { v } else { low[i] };
+        high[i] = if v > high[i] { v } else { high[i] };
+        bad[i] += v * 0.0;
+    };
     let chunks = x.chunks_exact(LANES);
     for (i, &v) in chunks.remainder().iter().enumerate() {
-        most[i] = v.abs();
-        bad[i] = v * 0.0;
+        see(i, v);
     }
     for chunk in chunks {
-        for i in 0..LANES {
-            most[i] = if chunk[i].abs() > most[i] { chunk[i].abs() } else { most[i] };
-            bad[i] += chunk[i] * 0.0;
+        for (i, &v) in chunk.iter().enumerate() {
+            see(i, v);
         }
     }
-    let most = most.into_iter().fold(0.0, f32::max);
-    if bad.iter().all(|b| *b == 0.0) { most } else { f32::NAN }
+    if bad.iter().all(|b| *b == 0.0) {
+        [low.into_iter().fold(0.0, f32::min), high.into_iter().fold(0.0, f32::max)]
+    } else {
+        [f32::NAN; 2]
+    }
 }
 
-/// `absmax / (half - 0.5)` in the scale's type; a zero scale becomes the type's epsilon.
-fn absmax_scale(absmax: f32, how: &Rounding) -> f32 {
-    let scale = round_to(how.scale_dtype, absmax / (how.bits.half() as f32 - 0.5));
-    if scale == 0.0 { epsilon(how.scale_dtype) } else { scale }
+/// The scale that clips nothing, in its type, zero replaced by the type's epsilon; with zero points the one of the smallest value.
+fn widest([low, high]: [f32; 2], how: &Rounding) -> Level {
+    let (half, round) = (how.bits.half() as f32, |x| round_to(how.scale_dtype, x));
+    let (scale, zero) = match how.zero {
+        Zero::Middle => (round(high.max(-low) / (half - 0.5)), half),
+        Zero::Point => {
+            let scale = round(round(high - low) / how.bits.top() as f32);
+            let below = round(-half - round(low / scale)).clamp(-half, half - 1.0).round_ties_even();
+            (scale, if below.is_nan() { half } else { half + below })
+        }
+    };
+    Level { scale: if scale == 0.0 { epsilon(how.scale_dtype) } else { scale }, zero }
 }
 
 fn epsilon(dtype: Dtype) -> f32 {
@@ -182,28 +192,29 @@ pub(super) fn bf16_round(x: f32) -> f32 {
     f32::from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
 }
 
-/// Packs the codes of one group; `reduced` rounds quotients to that type first, as arithmetic in it would.
+/// Packs the codes of one group; `reduced` rounds quotients and sums to that type first, as arithmetic in it would.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn pack(words: &mut [u8], x: &[f32], scale: f32, bits: Bits, reduced: Dtype) {
+fn pack(words: &mut [u8], x: &[f32], level: Level, bits: Bits, reduced: Dtype) {
+    let (scale, shift) = (level.scale, level.zero - bits.half() as f32);
     match reduced {
-        Dtype::BF16 => pack_with(words, x, bits, |v| bf16_round(v / scale)),
-        Dtype::F16 => pack_with(words, x, bits, |v| round_to(Dtype::F16, v / scale)),
-        _ => pack_with(words, x, bits, |v| v / scale),
+        Dtype::BF16 => pack_with(words, x, bits, |v| bf16_round(bf16_round(v / scale) + shift)),
+        Dtype::F16 => pack_with(words, x, bits, |v| round_to(Dtype::F16, round_to(Dtype::F16, v / scale) + shift)),
+        _ => pack_with(words, x, bits, |v| v / scale + shift),
     }
 }
 
-/// Code of a value over its scale.
+/// Code of a value: of its distance from the middle code, in codes.
 #[inline(always)]
-pub(super) fn code(quotient: f32, half: f32) -> u8 {
-    let rounded = quotient.max(-half).min(half - 1.0) + ROUND;
+pub(super) fn code(from_middle: f32, half: f32) -> u8 {
+    let rounded = from_middle.max(-half).min(half - 1.0) + ROUND;
     (rounded.to_bits() as u8).wrapping_add(half as u8)
 }
 
 #[inline(always)]
-fn pack_with(words: &mut [u8], x: &[f32], bits: Bits, quotient: impl Fn(f32) -> f32) {
+fn pack_with(words: &mut [u8], x: &[f32], bits: Bits, from_middle: impl Fn(f32) -> f32) {
     const LANES: usize = 32;
     let half = bits.half() as f32;
-    let code = |v: f32| code(quotient(v), half);
+    let code = |v: f32| code(from_middle(v), half);
     if bits == Bits::Eight {
         words.iter_mut().zip(x).for_each(|(b, &v)| *b = code(v));
         return;

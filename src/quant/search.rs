@@ -1,10 +1,13 @@
-//! The scale of a group with the least squared error, over a grid of scales of both signs, each rounded to its storage type
-//! before codes are chosen. Errors are weighted by activation energy if given.
+//! The scale of a group with the least squared error, over a grid of scales, each rounded to its storage type before codes are
+//! chosen. Errors are weighted by activation energy if given.
 //!
-//! The whole grid is walked for every value, one candidate a lane. Only values near the ends of the range of codes can be
-//! clipped by a candidate; they are set apart, because for all others a scale and its negative leave the same error.
+//! Each scale is tried with a few codes of zero. Without zero points these are the middle code and the one below, which is
+//! what a negative scale amounts to: it mirrors the codes. With zero points they lie around the one that centres the range.
+//!
+//! The whole grid is walked for every value, one scale a lane. Only values near the ends of the range of codes can be clipped by
+//! a candidate; they are set apart, because for all others the code of zero makes no difference.
 
-use super::format::Bits;
+use super::format::{Bits, Level, Zero};
 use super::round::{ROUND, Rounding, bf16_round};
 use crate::tensor::{Dtype, round_to};
 use multiversion::multiversion;
@@ -13,6 +16,11 @@ use multiversion::multiversion;
 /// nothing is clipped. Zeros fill the last lanes.
 const GRID4: [f32; 48] = grid(60);
 const GRID8: [f32; 16] = grid(94);
+/// Codes of zero from the middle one: a scale, and its negative.
+const SIGNS: [f32; 2] = [0.0, -1.0];
+/// Codes of zero from the one that centres the range, which comes first and so wins ties. The lowest scale of four-bit codes leaves
+/// out six codes' worth of the range, so three either way clip all of it on one side.
+const SHIFTS: [f32; 7] = [0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0];
 /// Values whose errors are summed before the sum joins the others', so that long groups lose no digits.
 const BLOCK: usize = 256;
 
@@ -59,55 +67,88 @@ impl<'a> Search<'a> {
         Self { how, inner: Values::default(), outer: Values::default() }
     }
 
-    /// The best scale for finite values `x` of largest magnitude `absmax`; `None` if the storage type holds no candidate.
-    pub(super) fn scale(&mut self, x: &[f32], absmax: f32, energy: Option<&[f32]>) -> Option<f32> {
-        match (self.how.bits, energy) {
-            (Bits::Four, None) => best::<48, false>(self, &GRID4, x, x, absmax),
-            (Bits::Four, Some(energy)) => best::<48, true>(self, &GRID4, x, energy, absmax),
-            (Bits::Eight, None) => best::<16, false>(self, &GRID8, x, x, absmax),
-            (Bits::Eight, Some(energy)) => best::<16, true>(self, &GRID8, x, energy, absmax),
+    /// The best scale and code of zero for finite values `x` within `range`; `None` if the storage type holds no candidate.
+    pub(super) fn level(&mut self, x: &[f32], range: [f32; 2], energy: Option<&[f32]>) -> Option<Level> {
+        match (self.how.bits, self.how.zero) {
+            (Bits::Four, Zero::Middle) => self.among(&GRID4, &SIGNS, x, range, energy),
+            (Bits::Four, Zero::Point) => self.among(&GRID4, &SHIFTS, x, range, energy),
+            (Bits::Eight, Zero::Middle) => self.among(&GRID8, &SIGNS, x, range, energy),
+            (Bits::Eight, Zero::Point) => self.among(&GRID8, &SHIFTS, x, range, energy),
+        }
+    }
+
+    fn among<const LANES: usize, const ZEROS: usize>(
+        &mut self,
+        grid: &[f32; LANES],
+        shifts: &[f32; ZEROS],
+        x: &[f32],
+        range: [f32; 2],
+        energy: Option<&[f32]>,
+    ) -> Option<Level> {
+        match energy {
+            None => best::<LANES, ZEROS, false>(self, grid, shifts, x, x, range),
+            Some(energy) => best::<LANES, ZEROS, true>(self, grid, shifts, x, energy, range),
         }
     }
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
-fn best<const LANES: usize, const WEIGHTED: bool>(
+fn best<const LANES: usize, const ZEROS: usize, const WEIGHTED: bool>(
     search: &mut Search<'_>,
     grid: &[f32; LANES],
+    shifts: &[f32; ZEROS],
     x: &[f32],
     energy: &[f32],
-    absmax: f32,
-) -> Option<f32> {
+    [low, high]: [f32; 2],
+) -> Option<Level> {
     let Search { how, inner, outer } = search;
-    let half = how.bits.half() as f32;
-    let base = absmax / (half - 0.5);
+    let (half, top) = (how.bits.half() as f32, how.bits.top() as f32);
+    let symmetric = how.zero == Zero::Middle;
+    let absmax = if high > -low { high } else { -low };
+    let base = if symmetric { absmax / (half - 0.5) } else { (high - low) / top };
     let mut scales = [0.0; LANES];
     match how.scale_dtype {
         Dtype::BF16 => (0..LANES).for_each(|i| scales[i] = bf16_round(grid[i] * 0.01 * base)),
         dtype => (0..LANES).for_each(|i| scales[i] = round_to(dtype, grid[i] * 0.01 * base)),
     }
     // Candidates that the storage type turns into zero or infinity take no part.
-    let (mut inverse, mut unit) = ([0.0; LANES], [0.0; LANES]);
+    let (mut inverse, mut unit, mut reach) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
     for i in 0..LANES {
         let sound = scales[i] > 0.0 && scales[i] < f32::INFINITY;
         inverse[i] = if sound { 1.0 / scales[i] } else { 0.0 };
+        reach[i] = if sound { scales[i] } else { f32::INFINITY };
         // Errors in units of the scale, then of the largest value, so that no square of a small weight underflows.
         unit[i] = if sound { (scales[i] / absmax) * (scales[i] / absmax) } else { f32::NAN };
     }
-    // Below this every quotient is rounded to a code that both signs have; a thousandth covers the rounding of the quotient.
-    let threshold = scales.iter().fold(f32::INFINITY, |m, &s| if s > 0.0 { smaller(m, s) } else { m }) * (half - 0.5) * 0.999;
-    let (num_inner, num_outer) = split::<WEIGHTED>(inner, outer, x, energy, threshold);
+    let mut zeros = [[0.0; LANES]; ZEROS];
+    // Between these every quotient is rounded to a code that all candidates have.
+    let (mut below, mut above) = (f32::INFINITY, f32::INFINITY);
+    for (zeros, shift) in zeros.iter_mut().zip(shifts) {
+        for i in 0..LANES {
+            let centre = if symmetric { half } else { (half - 0.5 - 0.5 * (low + high) * inverse[i]) + ROUND - ROUND };
+            zeros[i] = clamp(centre + shift, 0.0, top);
+            below = smaller(below, (zeros[i] + 0.5) * reach[i]);
+            above = smaller(above, (top - zeros[i] + 0.5) * reach[i]);
+        }
+    }
+    // A thousandth covers the rounding of the quotient.
+    let (num_inner, num_outer) = split::<WEIGHTED>(inner, outer, x, energy, [-0.999 * below, 0.999 * above]);
     let common = common_errors::<LANES, WEIGHTED>(inner.first(num_inner), &inverse);
-    let (mut positive, mut negative) = signed_errors::<LANES, WEIGHTED>(outer.first(num_outer), &inverse, half);
+    let mut errors = clipped_errors::<LANES, ZEROS, WEIGHTED>(outer.first(num_outer), &inverse, &zeros, top);
     let mut least = [f32::INFINITY; LANES];
-    for i in 0..LANES {
-        positive[i] = (positive[i] + common[i]) * unit[i];
-        negative[i] = if how.positive_scales { f32::NAN } else { (negative[i] + common[i]) * unit[i] };
-        least[i] = smaller(smaller(least[i], positive[i]), negative[i]);
+    for (z, errors) in errors.iter_mut().enumerate() {
+        let barred = symmetric && how.positive_scales && z > 0;
+        for i in 0..LANES {
+            errors[i] = if barred { f32::NAN } else { (errors[i] + common[i]) * unit[i] };
+            least[i] = smaller(least[i], errors[i]);
+        }
     }
     let least = least.into_iter().fold(f32::INFINITY, smaller);
-    let first = (0..LANES).find(|&i| positive[i] == least || negative[i] == least)?;
-    Some(if positive[first] == least { scales[first] } else { -scales[first] })
+    let (i, z) = (0..LANES).find_map(|i| Some((i, errors.iter().position(|e| e[i] == least)?)))?;
+    Some(match how.zero {
+        Zero::Middle => Level { scale: if z == 0 { scales[i] } else { -scales[i] }, zero: half },
+        Zero::Point => Level { scale: scales[i], zero: zeros[z][i] },
+    })
 }
 
 /// The smaller of two, the first if the second is no number.
@@ -116,14 +157,14 @@ fn smaller(a: f32, b: f32) -> f32 {
     if b < a { b } else { a }
 }
 
-/// Fills `inner` with the values below `threshold` and `outer` with the others; returns how many each has.
+/// Fills `inner` with the values between the bounds and `outer` with the others; returns how many each has.
 #[inline(always)]
 fn split<const WEIGHTED: bool>(
     inner: &mut Values,
     outer: &mut Values,
     x: &[f32],
     energy: &[f32],
-    threshold: f32,
+    [below, above]: [f32; 2],
 ) -> (usize, usize) {
     // Every value is written to both before it is known where it stays.
     for values in [&mut *inner, &mut *outer] {
@@ -132,7 +173,7 @@ fn split<const WEIGHTED: bool>(
     }
     let (mut num_inner, mut num_outer) = (0, 0);
     for (&v, &w) in x.iter().zip(energy) {
-        let big = v.abs() >= threshold;
+        let big = v <= below || v >= above;
         inner.x[num_inner] = v;
         outer.x[num_outer] = v;
         if WEIGHTED {
@@ -166,26 +207,29 @@ fn common_errors<const LANES: usize, const WEIGHTED: bool>(
     totals
 }
 
-/// What each candidate and its negative leave of values, in units of the scale squared: the codes of the latter are those of
-/// the former with the range mirrored.
+/// What each candidate leaves of values, for each of its codes of zero, in units of the scale squared.
 #[inline(always)]
-fn signed_errors<const LANES: usize, const WEIGHTED: bool>(
+fn clipped_errors<const LANES: usize, const ZEROS: usize, const WEIGHTED: bool>(
     (x, energy): (&[f32], &[f32]),
     inverse: &[f32; LANES],
-    half: f32,
-) -> ([f32; LANES], [f32; LANES]) {
-    let (mut positive, mut negative) = ([0.0; LANES], [0.0; LANES]);
+    zeros: &[[f32; LANES]; ZEROS],
+    top: f32,
+) -> [[f32; LANES]; ZEROS] {
+    let mut errors = [[0.0; LANES]; ZEROS];
     for (&v, &w) in x.iter().zip(energy) {
         let w = if WEIGHTED { w } else { 1.0 };
+        let mut quotients = [0.0; LANES];
         for i in 0..LANES {
-            let q = v.mul_add(inverse[i], ROUND) - ROUND;
-            let p = v.mul_add(inverse[i], -clamp(q, -half, half - 1.0));
-            let n = v.mul_add(inverse[i], -clamp(q, 1.0 - half, half));
-            positive[i] = (p * w).mul_add(p, positive[i]);
-            negative[i] = (n * w).mul_add(n, negative[i]);
+            quotients[i] = v.mul_add(inverse[i], ROUND) - ROUND;
+        }
+        for (errors, zeros) in errors.iter_mut().zip(zeros) {
+            for i in 0..LANES {
+                let d = v.mul_add(inverse[i], -clamp(quotients[i], -zeros[i], top - zeros[i]));
+                errors[i] = (d * w).mul_add(d, errors[i]);
+            }
         }
     }
-    (positive, negative)
+    errors
 }
 
 /// [`f32::clamp`] in two instructions, for a number.

@@ -1,6 +1,6 @@
 //! What goes into the memory of the GPU and of the host: a plan made from numbers before a byte is loaded.
 
-use super::sizing::{Layer, TooSmall, expected_coverage, slots_per_layer};
+use super::sizing::{Layer, TooSmall, expected_coverage, slots_from, slots_per_layer};
 use crate::ids::Component;
 use serde::Serialize;
 
@@ -27,6 +27,10 @@ pub struct Needs {
     pub workspace_bytes: u64,
     /// What the driver takes for itself: context, code of the kernels.
     pub driver_bytes: u64,
+    /// Page-locked host memory through which experts come from the disk, if any lie only there.
+    pub staging_bytes: u64,
+    /// Whether they may.
+    pub from_disk: bool,
 }
 
 /// Where the bytes go.
@@ -46,10 +50,18 @@ pub struct VramPlan {
     pub profiled: bool,
     /// Experts without a slot.
     pub offloaded_bytes: u64,
-    /// Page-locked host memory that all experts take together, if any has no slot: any may leave its slot.
-    pub needed_host_bytes: u64,
-    /// Of that, what is allowed.
+    /// Slots of each layer whose experts never leave, so that they need no copy in host memory.
+    pub permanent: Vec<usize>,
+    /// Copies in page-locked host memory, by layer.
+    pub host_slots: Vec<usize>,
+    /// Page-locked host memory that is taken: the copies, and what experts from the disk pass through.
     pub host_bytes: u64,
+    /// The least that works, and what was allowed.
+    pub smallest_host_bytes: u64,
+    /// What was allowed.
+    pub host_budget_bytes: u64,
+    /// Experts that are read from the disk whenever they are needed and neither in a slot nor in host memory by then.
+    pub disk_bytes: u64,
     /// Through which prompts have experts without a slot pass.
     pub ring_bytes: u64,
     /// Pages of keys and values.
@@ -90,11 +102,12 @@ impl Needs {
     }
 
     /// The plan with these slots, which fit: the rest goes to pages, those that are wanted, or all of use if every expert is there.
-    fn with(&self, slots: Vec<usize>, budget_bytes: u64, host_bytes: u64) -> VramPlan {
+    fn with(&self, slots: Vec<usize>, budget_bytes: u64, host_budget_bytes: u64) -> VramPlan {
         let all: u64 = self.layers.iter().map(|l| l.experts as u64 * l.slot_bytes).sum();
         let slot_bytes = self.slot_bytes(&slots);
         let offloaded_bytes = all - slot_bytes;
-        let (needed_host_bytes, ring_bytes) = if offloaded_bytes > 0 { (all, self.ring_bytes) } else { (0, 0) };
+        let ring_bytes = if offloaded_bytes > 0 { self.ring_bytes } else { 0 };
+        let host = self.host(&slots, host_budget_bytes);
         let most = if offloaded_bytes > 0 { self.wanted_pages } else { self.max_pages }.max(self.min_pages);
         let pages = self.affordable(budget_bytes - self.fixed_bytes() - slot_bytes - ring_bytes, most);
         let cache_bytes = pages * self.page_bytes;
@@ -106,8 +119,12 @@ impl Needs {
             slots,
             slot_bytes,
             offloaded_bytes,
-            needed_host_bytes,
-            host_bytes: needed_host_bytes.min(host_bytes),
+            permanent: host.permanent,
+            host_slots: host.slots,
+            host_bytes: host.bytes,
+            smallest_host_bytes: host.smallest_bytes,
+            host_budget_bytes,
+            disk_bytes: host.disk_bytes,
             ring_bytes,
             pages,
             cache_bytes,
@@ -119,6 +136,104 @@ impl Needs {
             resident_bytes: self.resident_bytes(),
         }
     }
+
+    /// What lies in host memory beside these slots: a copy of every expert, since any may leave its slot. Where that is too much,
+    /// as many slots as need be never change hands and their experts' copies are given back, down to one token's slots that do.
+    /// Where that is too little too and the disk may be read, half of those slots stay, and copies are spent like slots are: the rest
+    /// is on the disk. Else the plan takes more than the budget.
+    fn host(&self, slots: &[usize], budget_bytes: u64) -> Host {
+        let bytes = |n: &[usize]| self.slot_bytes(n);
+        let all: Vec<usize> = self.layers.iter().map(|l| l.experts).collect();
+        let none = vec![0; all.len()];
+        if slots == all {
+            return Host { permanent: all, slots: none, bytes: 0, disk_bytes: 0, smallest_bytes: 0 };
+        }
+        let without = |permanent: &[usize]| all.iter().zip(permanent).map(|(e, p)| e - p).collect::<Vec<_>>();
+        let most: Vec<usize> = self.layers.iter().zip(slots).map(|(l, &s)| s.saturating_sub(l.floor())).collect();
+        let half: Vec<usize> = most.iter().map(|p| p / 2).collect();
+        let least: Vec<usize> = self.layers.iter().zip(&half).map(|(l, p)| (p + l.floor()).min(l.experts)).collect();
+        let in_memory = bytes(&without(&most));
+        let with_disk = bytes(&least) - bytes(&half) + self.staging_bytes;
+        let smallest_bytes = if self.from_disk { in_memory.min(with_disk) } else { in_memory };
+        let mut permanent = none;
+        let mut taken = bytes(&all);
+        while taken > budget_bytes {
+            let before = taken;
+            for (l, layer) in self.layers.iter().enumerate() {
+                if taken > budget_bytes && permanent[l] < most[l] {
+                    permanent[l] += 1;
+                    taken -= layer.slot_bytes;
+                }
+            }
+            if taken == before {
+                if !self.from_disk {
+                    break;
+                }
+                let left = budget_bytes.saturating_sub(self.staging_bytes) + bytes(&half);
+                let held = slots_from(&self.layers, least.clone(), left).unwrap_or(least);
+                let disk_bytes = bytes(&all) - bytes(&held);
+                let copies: Vec<usize> = held.iter().zip(&half).map(|(n, p)| n - p).collect();
+                let bytes = bytes(&copies) + self.staging_bytes;
+                return Host { permanent: half, slots: copies, bytes, disk_bytes, smallest_bytes };
+            }
+        }
+        Host { slots: without(&permanent), permanent, bytes: taken, disk_bytes: 0, smallest_bytes }
+    }
+
+    /// A plan with the same slots where host memory is another.
+    pub fn beside(&self, plan: &VramPlan, host_budget_bytes: u64) -> VramPlan {
+        let host = self.host(&plan.slots, host_budget_bytes);
+        VramPlan {
+            permanent: host.permanent,
+            host_slots: host.slots,
+            host_bytes: host.bytes,
+            smallest_host_bytes: host.smallest_bytes,
+            host_budget_bytes,
+            disk_bytes: host.disk_bytes,
+            ..plan.clone()
+        }
+    }
+}
+
+impl VramPlan {
+    /// The plan with other slots and pages, what lies on the host as it is.
+    pub fn with(&self, needs: &Needs, slots: Vec<usize>, pages: u64) -> Self {
+        let (slot_bytes, cache_bytes) = (needs.slot_bytes(&slots), pages * needs.page_bytes);
+        Self {
+            coverage: expected_coverage(&needs.layers, &slots),
+            offloaded_bytes: self.offloaded_bytes + self.slot_bytes - slot_bytes,
+            total_bytes: self.total_bytes - self.slot_bytes - self.cache_bytes + slot_bytes + cache_bytes,
+            slots,
+            slot_bytes,
+            pages,
+            cache_bytes,
+            cache_tok: pages * needs.page_tok,
+            ..self.clone()
+        }
+    }
+}
+
+/// Copies of experts in host memory.
+struct Host {
+    permanent: Vec<usize>,
+    slots: Vec<usize>,
+    bytes: u64,
+    disk_bytes: u64,
+    smallest_bytes: u64,
+}
+
+/// The slots without as many as free so many bytes, each time one of the layer that has most beyond its permanent ones; `None` if
+/// that leaves a layer without any.
+pub fn give_back(layers: &[Layer], slots: &[usize], permanent: &[usize], bytes: u64) -> Option<Vec<usize>> {
+    let mut left = slots.to_vec();
+    let mut freed = 0;
+    while freed < bytes {
+        let spare = |l: &usize| left[*l] - permanent[*l].max(1).min(left[*l]);
+        let l = (0..left.len()).filter(|l| spare(l) > 0).max_by_key(|l| (spare(l), std::cmp::Reverse(*l)))?;
+        left[l] -= 1;
+        freed += layers[l].slot_bytes;
+    }
+    Some(left)
 }
 
 /// Fits a model into a budget. What must be there comes first: weights that every token uses, workspace, driver, the fewest slots
@@ -171,6 +286,8 @@ mod tests {
             ring_bytes: 0,
             workspace_bytes: 60,
             driver_bytes: 50,
+            staging_bytes: 100,
+            from_disk: true,
         }
     }
 
@@ -200,7 +317,7 @@ mod tests {
         let p = at(755);
         assert_eq!((p.pages, &p.slots[..], p.total_bytes), (9, &[2, 2][..], 750));
         let p = at(860);
-        assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes, p.host_bytes), (10, &[2, 3][..], 300, 150));
+        assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes), (10, &[2, 3][..], 300));
         assert!((p.coverage - (0.8 + 1.0) / 2.0).abs() < 1e-15 && p.profiled, "two divisions: 1e-15");
         let p = at(1200);
         assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes, p.host_bytes), (14, &[4, 4][..], 0, 0));
@@ -214,10 +331,7 @@ mod tests {
     fn the_ring_comes_with_the_first_expert_without_a_slot() {
         let needs = Needs { ring_bytes: 90, ..needs() };
         let p = plan(&needs, 1159, 1 << 40).unwrap();
-        assert_eq!(
-            (p.ring_bytes, &p.slots[..], p.needed_host_bytes, p.total_bytes),
-            (90, &[4, 3][..], 800, 260 + 700 + 90 + 100)
-        );
+        assert_eq!((p.ring_bytes, &p.slots[..], p.host_bytes, p.total_bytes), (90, &[4, 3][..], 800, 260 + 700 + 90 + 100));
         let large = Needs { ring_bytes: 450, ..needs.clone() };
         assert_eq!(plan(&large, 1099, 0), Err(TooSmall { smallest_bytes: 260 + 800 + 40 }));
         assert_eq!(plan(&large, 1100, 0).unwrap().ring_bytes, 0);
@@ -226,7 +340,49 @@ mod tests {
         assert_eq!(with_slots(&needs, 3, 989, 0), Err(TooSmall { smallest_bytes: 990 }));
     }
 
+    /// Integers, exact. Ten experts, two a token, in eight and six slots. Fails if permanent ones keep their copies, if the slots of
+    /// one token may become permanent, or if what experts from the disk pass through is not counted.
+    #[test]
+    fn residents_give_their_copies_back_before_anything_is_left_on_the_disk() {
+        let layer = Layer { experts: 10, top_k: 2, slot_bytes: 100, visits: Vec::new() };
+        let needs = Needs { layers: vec![layer; 2], ..needs() };
+        let at = |host| needs.host(&[8, 6], host);
+        let host = at(2000);
+        assert_eq!((&host.permanent[..], &host.slots[..], host.bytes, host.disk_bytes), (&[0, 0][..], &[10, 10][..], 2000, 0));
+        let host = at(1650);
+        assert_eq!((&host.permanent[..], &host.slots[..], host.bytes, host.disk_bytes), (&[2, 2][..], &[8, 8][..], 1600, 0));
+        let host = at(1000);
+        assert_eq!((&host.permanent[..], &host.slots[..], host.bytes, host.disk_bytes), (&[6, 4][..], &[4, 6][..], 1000, 0));
+        let host = at(999);
+        assert_eq!((&host.permanent[..], &host.slots[..], host.bytes, host.disk_bytes), (&[3, 2][..], &[4, 4][..], 900, 700));
+        assert_eq!((at(0).smallest_bytes, &at(0).slots[..]), (500, &[2, 2][..]));
+        assert_eq!(needs.host(&[10, 10], 0).bytes, 0);
+        let needs = Needs { from_disk: false, ..needs };
+        let host = needs.host(&[8, 6], 999);
+        assert_eq!((host.bytes, host.smallest_bytes, host.disk_bytes), (1000, 1000, 0), "it does not fit, and says what would");
+    }
+
+    /// Integers, exact.
+    #[test]
+    fn slots_are_given_back_where_most_can_be_spared() {
+        let layers = needs().layers;
+        assert_eq!(give_back(&layers, &[4, 3], &[0, 0], 0), Some(vec![4, 3]));
+        assert_eq!(give_back(&layers, &[4, 3], &[0, 0], 250), Some(vec![2, 2]));
+        assert_eq!(give_back(&layers, &[4, 3], &[3, 0], 250), Some(vec![3, 1]));
+        assert_eq!(give_back(&layers, &[4, 3], &[0, 0], 501), None);
+    }
+
     proptest! {
+        /// Every expert is in one place at least, and no more is locked than is allowed, if that works at all.
+        #[test]
+        fn the_host_keeps_to_its_budget(s in 1usize..5, t in 1usize..5, budget in 0u64..900) {
+            let host = needs().host(&[s, t], budget);
+            let copies = needs().slot_bytes(&host.slots) + needs().slot_bytes(&host.permanent);
+            prop_assert!(host.bytes <= budget.max(host.smallest_bytes));
+            prop_assert!(s == 4 && t == 4 || copies + host.disk_bytes == 800);
+            prop_assert!(budget < host.smallest_bytes || host.bytes <= budget);
+        }
+
         /// Fails if the pages of use are counted from the whole budget again.
         #[test]
         fn the_sum_never_exceeds_the_budget(budget in 700u64..4000) {

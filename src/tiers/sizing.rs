@@ -72,14 +72,18 @@ impl Layer {
 /// optimal; equal steps go to the layer of which the smaller share is held. The order of the steps does not depend on the budget,
 /// and the first that does not fit is the last: a larger budget never takes a slot from any layer.
 pub fn slots_per_layer(layers: &[Layer], budget_bytes: u64) -> Result<Vec<usize>, TooSmall> {
-    let mut slots: Vec<usize> = layers.iter().map(Layer::floor).collect();
+    slots_from(layers, layers.iter().map(Layer::floor).collect(), budget_bytes)
+}
+
+/// The same with so many in each layer to begin with.
+pub(super) fn slots_from(layers: &[Layer], mut slots: Vec<usize>, budget_bytes: u64) -> Result<Vec<usize>, TooSmall> {
     let smallest_bytes: u64 = layers.iter().zip(&slots).map(|(l, &n)| n as u64 * l.slot_bytes).sum();
     let mut left = budget_bytes.checked_sub(smallest_bytes).ok_or(TooSmall { smallest_bytes })?;
     let mut steps: Vec<(f64, f64, usize)> = Vec::new();
     for (l, layer) in layers.iter().enumerate() {
         let (k, e, total) = (layer.top_k as f64, layer.experts as f64, layer.total() as f64);
         let worth = |id: u16| if total > 0.0 { k * layer.visits(id as usize) as f64 / total } else { k / e };
-        let more = layer.ranked().into_iter().enumerate().skip(layer.floor());
+        let more = layer.ranked().into_iter().enumerate().skip(slots[l]);
         steps.extend(more.map(|(held, id)| (worth(id), held as f64 / e, l)));
     }
     steps.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.total_cmp(&b.1)));

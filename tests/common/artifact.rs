@@ -90,7 +90,7 @@ impl Artifact {
                     let module = name.trim_end_matches(".weight");
                     assert!(self.ignored(module), "`{module}` is neither packed nor ignored");
                 }
-                None if name.ends_with("weight_shape") || name.ends_with("weight_scale") => {}
+                None if ["weight_shape", "weight_scale", "weight_zero_point"].iter().any(|part| name.ends_with(part)) => {}
                 None => {
                     let of_source = source.get(name);
                     assert!(of_source.is_none_or(|s| s.0 != *dtype || s.2 == *bytes), "`{name}` changed");
@@ -133,7 +133,7 @@ impl Artifact {
         self.tensors.keys().filter(|n| n.ends_with(".weight_packed")).count()
     }
 
-    /// A packed matrix, decoded with nothing but its three tensors; scales are BF16.
+    /// A packed matrix, decoded with nothing but its tensors; scales are BF16.
     pub fn dequantized(&self, module: &str) -> Vec<f32> {
         let get = |what: &str| &self.tensors[&format!("{module}.weight_{what}")];
         let (words, scales, shape) = (get("packed"), get("scale"), get("shape"));
@@ -141,9 +141,18 @@ impl Artifact {
         let bits = words.1[1] * 32 / cols;
         let scale: Vec<f32> = scales.2.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect();
         let group = cols / scales.1[1];
+        let zeros = self.tensors.get(&format!("{module}.weight_zero_point"));
+        let zero = |row: usize, group: usize| match zeros {
+            None => 1 << (bits - 1),
+            Some((_, shape, bytes)) => {
+                let word = (row * bits / 32 * shape[1] + group) * 4;
+                let word = u32::from_le_bytes(bytes[word..word + 4].try_into().unwrap());
+                (word >> (row * bits % 32)) as i32 & ((1 << bits) - 1)
+            }
+        };
         let code = |row: usize, col: usize| {
             let byte = words.2[row * words.1[1] * 4 + col * bits / 8];
-            if bits == 8 { byte as i32 - 128 } else { (byte >> (4 * (col % 2)) & 15) as i32 - 8 }
+            i32::from(if bits == 8 { byte } else { byte >> (4 * (col % 2)) & 15 }) - zero(row, col / group)
         };
         let rows = words.1[0];
         (0..rows * cols).map(|i| code(i / cols, i % cols) as f32 * scale[i / cols * scales.1[1] + i % cols / group]).collect()

@@ -4,7 +4,7 @@ use super::stage::{Stage, blocks};
 use super::{SolveError, Task};
 use crate::artifact::error::ArtifactError;
 use crate::engine::Batch;
-use crate::engine::solver::Solver;
+use crate::engine::solver::{Inputs, Solver};
 use crate::ids::{ExpertId, LayerId, Role, TensorId};
 use crate::model::plan::{Plan, Slot, Step};
 use crate::model::spec::{Ffn, ModelSpec};
@@ -33,12 +33,17 @@ pub(super) struct Gathered<S> {
 /// Empty sums for everything a stage watches: its buffers in order, then its experts, inputs before what down sees.
 pub(super) fn start<S: Solver>(
     solver: &mut S,
+    block: &Range<usize>,
     stage: &Stage,
     task: &Task<'_>,
     open: &dyn Fn(TensorId) -> bool,
 ) -> Result<Vec<Gathered<S::Sums>>, SolveError> {
-    let mut all: Vec<(Vec<TensorId>, Option<ExpertId>, Over)> =
-        stage.watched.iter().map(|(_, _, ids)| (ids.clone(), None, Over::Tokens)).collect();
+    let width = task.weights.spec().width;
+    let paid = |pays: bool| if pays { width } else { 0 };
+    let watched = stage.watched.iter().map(|(i, _, ids)| {
+        (ids.clone(), None, Over::Tokens, paid(pays(&solver.plan().steps[block.start + i])))
+    });
+    let mut all: Vec<(Vec<TensorId>, Option<ExpertId>, Over, usize)> = watched.collect();
     if let Some(work) = &stage.experts {
         let over = if work.pooled { Over::AllTokens } else { Over::Tokens };
         for &e in &work.experts {
@@ -46,17 +51,23 @@ pub(super) fn start<S: Solver>(
                 roles.iter().map(|&r| TensorId::expert(work.layer, e, r)).filter(|&id| open(id)).collect()
             };
             if work.inputs {
-                all.push((of(&[Role::ExpertGate, Role::ExpertUp]), Some(e), over));
+                all.push((of(&[Role::ExpertGate, Role::ExpertUp]), Some(e), over, 0));
             }
             if work.inner {
-                all.push((of(&[Role::ExpertDown]), Some(e), over));
+                all.push((of(&[Role::ExpertDown]), Some(e), over, paid(!work.pooled)));
             }
         }
     }
     let cols = |ids: &[TensorId]| ids.first().and_then(|&id| task.weights.get(id)).map_or(0, |w| w.cols);
-    let cols: Vec<usize> = all.iter().map(|(ids, ..)| cols(ids)).collect();
-    let sums = solver.empty(&cols, task.feedback)?;
-    Ok(all.into_iter().zip(sums).map(|((ids, expert, over), sums)| Gathered { ids, expert, over, sums }).collect())
+    let inputs: Vec<Inputs> = all.iter().map(|(ids, .., pays)| Inputs { cols: cols(ids), pays: *pays }).collect();
+    let sums = solver.empty(&inputs, task.feedback)?;
+    let all = all.into_iter().zip(sums);
+    Ok(all.map(|((ids, expert, over, _), sums)| Gathered { ids, expert, over, sums }).collect())
+}
+
+/// Whether a product goes to the residual stream, and so can pay what is missing there.
+fn pays(step: &Step) -> bool {
+    matches!(step, Step::Linear { dst: Slot::Block, .. })
 }
 
 /// What an error of the embedding does to the products of the first layer, each block of it counting alike: second moments of the
@@ -116,7 +127,7 @@ pub(super) fn gather<S: Solver>(
     let (watched, of_experts) = found.split_at_mut(stage.watched.len());
     for (i, runs) in stage.runs.iter().enumerate() {
         for ((_, slot, _), gathered) in stage.watched.iter().zip(watched.iter_mut()).filter(|((at, ..), _)| *at == i) {
-            solver.add(&mut gathered.sums, *slot)?;
+            solver.add(&mut gathered.sums, *slot, pays(&solver.plan().steps[block.start + i]))?;
         }
         if *runs {
             solver.run(block.start + i..block.start + i + 1, batch)?;

@@ -2,7 +2,8 @@
 //!
 //! Hidden states of all tokens advance through the model one block at a time. A block is passed several times: what is known of
 //! it is run, second moments of the inputs of the next matrices are summed, these are quantized, and so on until a last pass
-//! runs the quantized block. What is finished is filed, a layer a file; a run that finds such files replays them and goes on.
+//! runs the quantized block. With feedback the source runs on hidden states of its own beside it, so that every matrix aims at what
+//! the source computes. What is finished is filed, a layer a file; a run that finds such files replays them and goes on.
 //! Memory is one layer, one wave of second moments, one factorisation a thread, and the hidden states or their window of a file.
 
 mod gather;
@@ -67,6 +68,13 @@ pub struct Task<'a> {
     pub max_memory: u64,
     /// Where all is computed.
     pub place: Place,
+}
+
+impl Task<'_> {
+    /// Whether matrices make up for what was chosen before them, which takes full moments and a pass of the source beside.
+    fn makes_up(&self) -> bool {
+        self.feedback && self.advance == Advance::Solved
+    }
 }
 
 /// What became of one matrix.
@@ -172,7 +180,10 @@ fn pass_tok(task: &Task<'_>) -> usize {
 
 /// Experts whose second moments are in memory together.
 fn wave(task: &Task<'_>, width: usize, inner: usize) -> usize {
-    let each = Moments::bytes(width, task.feedback) + Moments::bytes(inner, task.feedback);
+    let mut each = Moments::bytes(width, task.feedback) + Moments::bytes(inner, task.feedback);
+    if task.makes_up() {
+        each += Moments::owed_bytes(width, 0) + Moments::owed_bytes(inner, width);
+    }
     let bytes = match task.place {
         Place::Processor => task.max_memory,
         // Without a GPU there is no walk.
@@ -186,11 +197,11 @@ pub fn solve(task: &Task<'_>, on: &mut dyn FnMut(Progress<'_>) -> bool) -> Resul
     let rows: usize = task.windows.iter().map(|w| w.tokens.len()).sum();
     let groups = groups_of(task.windows, pass_tok(task));
     match task.place {
-        Place::Processor => walk(task, Processor::new(task.weights, rows, task.max_memory)?, groups, on)?,
+        Place::Processor => walk(task, Processor::new(task.weights, rows, task.makes_up(), task.max_memory)?, groups, on)?,
         Place::Gpu { budget_bytes } => {
             let tok = groups.iter().map(|(_, windows)| windows.iter().map(|w| w.tokens.len()).sum()).max().unwrap_or(0);
             let seqs = groups.iter().map(|(_, windows)| windows.len()).max().unwrap_or(0);
-            let solver = cuda::solver::Solver::open(task.weights, rows, tok, seqs, budget_bytes).map_err(SolverError::from)?;
+            let solver = cuda::solver::Solver::open(task.weights, rows, task.makes_up(), [tok, seqs], budget_bytes).map_err(SolverError::from)?;
             walk(task, solver, groups, on)?
         }
     }

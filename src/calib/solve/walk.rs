@@ -69,6 +69,7 @@ impl<'a, S: Solver> Walk<'a, S> {
     /// Starts a part: `true` if every choice has it on file, and there is nothing to choose any more.
     fn begin(&mut self, name: &str) -> Result<bool, SolveError> {
         self.ids = self.ids_of(name);
+        self.solver.attach_source(&self.ids)?;
         self.open = self.task.choices.iter().map(|_| Open::default()).collect();
         let done = self.task.choices.iter().all(|c| modules_file(&c.dir, name).is_file());
         let weights = match (self.task.advance, self.task.choices.first()) {
@@ -140,6 +141,7 @@ impl<'a, S: Solver> Walk<'a, S> {
         }
         if self.tied() {
             self.solver.attach(Arc::clone(self.task.weights), &[id])?;
+            self.solver.attach_source(&[id])?;
         }
         for (first_row, windows) in self.groups.clone() {
             let batch = batch(windows, Rows::None);
@@ -206,7 +208,7 @@ impl<'a, S: Solver> Walk<'a, S> {
     /// Runs what a stage may run, and sums what it watches.
     fn gather(&mut self, block: &Range<usize>, stage: &Stage) -> Result<Vec<Gathered<S::Sums>>, SolveError> {
         let open: Vec<TensorId> = self.ids.iter().copied().filter(|&id| self.is_open(id)).collect();
-        let mut found = gather::start(&mut self.solver, stage, self.task, &|id| open.contains(&id))?;
+        let mut found = gather::start(&mut self.solver, block, stage, self.task, &|id| open.contains(&id))?;
         for (first_row, windows) in self.groups.clone() {
             let batch = self.load(first_row, windows)?;
             gather::gather(&mut self.solver, block, stage, &batch, &mut found)?;
@@ -296,9 +298,9 @@ impl<'a, S: Solver> Walk<'a, S> {
 
 /// How a matrix of some format is rounded; `None` for one that is not.
 fn rounding(task: &Task<'_>, format: Format) -> Option<Rounding> {
-    let Format::Int { bits, group } = format else { return None };
+    let Format::Int { bits, group, zero } = format else { return None };
     let (scale_dtype, positive_scales) = (task.scale_dtype, task.positive_scales);
-    Some(Rounding { bits, group, method: round::Method::Search, scale_dtype, positive_scales })
+    Some(Rounding { bits, group, zero, method: round::Method::Search, scale_dtype, positive_scales })
 }
 
 /// Names the tensor as the files do, and the value at fault.

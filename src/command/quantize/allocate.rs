@@ -20,7 +20,7 @@ use crate::files::WorkDir;
 use crate::ids::{Component, LayerId, Part, Role, TensorId};
 use crate::profile::allocate::{self, Infeasible};
 use crate::profile::precision::Decisions;
-use crate::quant::format::{self, Format};
+use crate::quant::format::{self, Bits, Format, Zero};
 use crate::report::{self, Out};
 use crate::tensor::Dtype;
 use anyhow::{Context, Result};
@@ -38,8 +38,15 @@ const WHOLE_WINDOWS: usize = 24;
 const CANDIDATES: usize = 3;
 /// What an item may get, coarsest first; the source is always possible.
 const OPTIONS: [&str; 6] = ["int4:channel", "int4:g128", "int4:g64", "int4:g32", "int8:channel", "int8:g128"];
-/// The format in which an item is measured alone, where it may have it.
+/// The format in which an item is measured alone, where it may have it, be it with zero points or without.
 const MEASURED: Format = Format::INT4_G128;
+
+/// One of [`OPTIONS`] for items of a kind: four bits with zero points if asked for, but of embeddings, which no reader takes so.
+fn option(text: &str, kind: &str, asym: bool) -> Option<Format> {
+    let format: Format = text.parse().ok()?;
+    let pointed = asym && kind != "embedding" && matches!(format, Format::Int { bits: Bits::Four, .. });
+    Some(if pointed { format.with_zero(Zero::Point) } else { format })
+}
 
 /// Bytes that all tensors may take.
 pub(super) fn budget(args: &QuantizeArgs, plan: &Plan) -> Result<Option<u64>> {
@@ -107,7 +114,7 @@ pub(super) fn allocate(
     let solved = run.solve(work, &named, Advance::Source, out)?;
     predict(run, &mut items, &ways, &solved, held, out)?;
 
-    let mut tried: Vec<Candidate> = uniform(&items, decisions, budget);
+    let mut tried: Vec<Candidate> = uniform(&items, decisions, budget, run.args.asym);
     let uniform = tried.len();
     for choices in candidates(&items, budget) {
         if tried.iter().all(|t| t.choices != choices) {
@@ -231,7 +238,7 @@ fn items(weights: &Inventory, plan: &Plan, request: &Request, decisions: &Decisi
     let item = |((layer, kind, pinned), members): (Bundle, Vec<(TensorId, [usize; 2])>)| {
         let wanted: Vec<Format> = match pinned {
             true => vec![decisions.format(members[0].0)],
-            false => OPTIONS.iter().filter_map(|o| o.parse().ok()).chain([Format::Source]).collect(),
+            false => OPTIONS.iter().filter_map(|o| option(o, kind, request.asym)).chain([Format::Source]).collect(),
         };
         let mut options: Vec<(Format, allocate::Choice)> = Vec::new();
         for format in wanted {
@@ -306,7 +313,7 @@ fn predict(run: &Run<'_>, items: &mut [Item], ways: &[Way], solved: &[Outcome], 
         item.ids.iter().filter_map(|id| losses[way].get(id.to_string().as_str())).sum()
     };
     let reference = |item: &Item| {
-        let measured = item.options.iter().find(|(f, _)| *f == MEASURED);
+        let measured = item.options.iter().find(|(f, _)| f.with_zero(Zero::Middle) == MEASURED);
         measured.or(item.options.first()).map_or(Format::Source, |(f, _)| *f)
     };
     let alone = |item: &Item| {
@@ -401,7 +408,7 @@ fn candidates(items: &[Item], budget: u64) -> Vec<Vec<usize>> {
 
 /// Recipes that give all items the same option, or the experts theirs and the rest 8 bits, and what the profile says, as far as they
 /// fit and no other of them is finer everywhere.
-fn uniform(items: &[Item], decisions: &Decisions, budget: u64) -> Vec<Candidate> {
+fn uniform(items: &[Item], decisions: &Decisions, budget: u64, asym: bool) -> Vec<Candidate> {
     let pick = |of: &dyn Fn(&Item) -> Option<Format>| -> Option<Vec<usize>> {
         let index = |i: &Item| match i.options.len() {
             1 => Some(0),
@@ -412,11 +419,9 @@ fn uniform(items: &[Item], decisions: &Decisions, budget: u64) -> Vec<Candidate>
     let profile = pick(&|i| i.ids.first().map(|&id| decisions.format(id))).map(|c| ("profile".to_string(), c));
     let recipes =
         OPTIONS.iter().flat_map(|o| [(*o, *o), (*o, "int8:channel"), (*o, "int8:g128")]).filter_map(|(experts, rest)| {
-            let choices = pick(&|i| if i.kind == "experts" { experts } else { rest }.parse().ok())?;
-            Some((
-                if experts == rest { format!("uniform {experts}") } else { format!("experts {experts}, rest {rest}") },
-                choices,
-            ))
+            let choices = pick(&|i| option(if i.kind == "experts" { experts } else { rest }, i.kind, asym))?;
+            let [e, r] = [option(experts, "experts", asym)?, option(rest, "", asym)?];
+            Some((if e == r { format!("uniform {e}") } else { format!("experts {e}, rest {r}") }, choices))
         });
     let mut fitting: Vec<Candidate> = Vec::new();
     for (name, choices) in profile.into_iter().chain(recipes) {

@@ -144,6 +144,7 @@ struct Request {
     profile: Profile,
     overrides: Vec<Rule>,
     method: Method,
+    asym: bool,
     shard_bytes: u64,
     max_memory: u64,
     place: Place,
@@ -156,6 +157,7 @@ impl Request {
         }
         let profile = load_profile(&args.profile)?;
         let profile = args.group_size.into_iter().fold(profile, Profile::with_group);
+        let profile = if args.asym { profile.with_zero_points() } else { profile };
         let overrides = args.set.iter().map(|s| Rule::parse(s).with_context(|| format!("`--set {s}`"))).collect::<Result<_>>()?;
         let method = match args.method.as_str() {
             "importance" => Method::Calibrated { feedback: false },
@@ -186,7 +188,7 @@ impl Request {
             return Err(error.hint("add --method gptq, or drop --device").into());
         }
         let place = super::place(args.device, args.vram_budget.as_deref())?;
-        Ok(Self { profile, overrides, method, shard_bytes, max_memory, place })
+        Ok(Self { profile, overrides, method, asym: args.asym, shard_bytes, max_memory, place })
     }
 
     fn recipe(&self, args: &QuantizeArgs, calibration: Option<Calibration>) -> Recipe {
@@ -194,6 +196,7 @@ impl Request {
             profile: self.profile.name.clone(),
             overrides: self.overrides.iter().map(Rule::to_string).collect(),
             group_size: args.group_size,
+            asym: self.asym,
             target: args.target(),
             method: args.method.clone(),
             positive_scales: args.positive_scales,

@@ -14,6 +14,7 @@ use crate::ids::{LayerId, SeqId, TensorId};
 use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::rope;
 use crate::model::spec::{Norm, NormKind, Pairing};
+use crate::tensor::{self, Dtype};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -47,6 +48,8 @@ pub struct Engine {
     plan: Plan,
     slots: [Vec<f32>; Slot::COUNT],
     caches: HashMap<SeqId, Vec<LayerCache>>,
+    /// What keys and values are rounded to.
+    cache_dtype: Dtype,
     routed: Routed,
     vectors: HashMap<TensorId, Arc<[f32]>>,
     /// `[T, dim / 2]` cosines and sines of the batch.
@@ -63,11 +66,17 @@ impl Engine {
             plan,
             slots: Default::default(),
             caches: HashMap::new(),
+            cache_dtype: Dtype::F32,
             routed: Routed::default(),
             vectors: HashMap::new(),
             cos: Vec::new(),
             sin: Vec::new(),
         }
+    }
+
+    /// Rounds keys and values to a type as they enter the caches, as an engine does that keeps them in it.
+    pub fn with_cache(self, cache_dtype: Dtype) -> Self {
+        Self { cache_dtype, ..self }
     }
 
     /// The steps this engine runs.
@@ -281,13 +290,16 @@ impl Engine {
         let num_tok = batch.tokens.len().max(1);
         let row = |slot: Slot| self.slots[slot as usize].len() / num_tok;
         let (k_width, v_width) = (row(k), v.map_or(0, row));
+        let dtype = self.cache_dtype;
+        let slots = &self.slots;
+        let rounded = |slot: Slot, at: Range<usize>| slots[slot as usize][at].iter().map(move |&x| tensor::round_to(dtype, x));
         let mut first = 0;
         for s in &batch.segments {
             if let Some(layers) = self.caches.get_mut(&s.seq) {
                 let cache = &mut layers[layer.0 as usize];
-                cache.k.extend_from_slice(&self.slots[k as usize][first * k_width..(first + s.len) * k_width]);
+                cache.k.extend(rounded(k, first * k_width..(first + s.len) * k_width));
                 if let Some(v) = v {
-                    cache.v.extend_from_slice(&self.slots[v as usize][first * v_width..(first + s.len) * v_width]);
+                    cache.v.extend(rounded(v, first * v_width..(first + s.len) * v_width));
                 }
             }
             first += s.len;

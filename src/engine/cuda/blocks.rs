@@ -41,8 +41,9 @@ pub(super) struct Output {
     pub scale: f32,
 }
 
+/// What fast kernels know of a matrix; `None` for one they do not take, such as one with zero points.
 pub(super) fn width(m: &Matrix) -> Option<Width> {
-    let whole = m.cols % 32 == 0 && m.data.is_multiple_of(16);
+    let whole = m.cols % 32 == 0 && m.data.is_multiple_of(16) && m.zeros == 0;
     let scaled = m.scale_kind == Kind::Bf16;
     let bits = match m.kind {
         Kind::Bf16 => 16,
@@ -136,7 +137,7 @@ impl Engine {
     /// Products of one input, up to three of one format a launch. Few tokens make their planes inside the product where that fits.
     pub(super) fn products(&self, source: Source<'_>, outputs: &[Output], num_tok: usize) -> Result<(), EngineError> {
         let mut rest = outputs;
-        let mut made: Option<usize> = None;
+        let mut made: Option<String> = None;
         let layer_norm = matches!(source, Source::Normed(lead, _) if lead.norm.kind == NormKind::Layer);
         while let Some(first) = rest.first() {
             let Some(w) = width(&first.w) else { return Ok(()) };
@@ -160,9 +161,10 @@ impl Engine {
                     Source::Floats(..) => {}
                 }
             } else {
-                if made != Some(w.bits) {
-                    self.planes(&self.work.planes, source, cols, w.bits, num_tok)?;
-                    made = Some(w.bits);
+                let planes = launch::planes_name(w.bits, plan.variant == launch::WIDE);
+                if made.as_ref() != Some(&planes) {
+                    self.planes(&planes, &self.work.planes, source, cols, num_tok)?;
+                    made = Some(planes);
                 }
                 (args.x_q, args.x_scale) = (self.work.planes.codes.at(0), self.work.planes.scales.at(0));
             }
@@ -193,13 +195,13 @@ impl Engine {
         }
     }
 
-    /// Makes the planes of `num_rows` rows for weights of so many bits.
+    /// Makes the planes of `num_rows` rows by the kernel of that name.
     pub(super) fn planes(
         &self,
+        name: &str,
         to: &Planes,
         source: Source<'_>,
         cols: usize,
-        bits: usize,
         num_rows: usize,
     ) -> Result<(), EngineError> {
         let (x, x_stride) = self.floats(source);
@@ -212,7 +214,7 @@ impl Engine {
             Source::Gated { up, .. } => PlanesArgs { up, ..args },
             Source::Floats(..) => args,
         };
-        Ok(self.fast.launch(&format!("planes_w{bits}"), launch::planes(cols, num_rows), &args)?)
+        Ok(self.fast.launch(name, launch::planes(cols, num_rows), &args)?)
     }
 
     /// The whole residual stream through a norm.

@@ -3,7 +3,7 @@
 use super::load::Layout;
 use super::pages::PAGE_TOKENS;
 use super::plain::Kind;
-use super::slots::ring_bytes;
+use super::slots::{ring_bytes, staging_bytes};
 use super::{Options, PLANNED_TOK, Workspace};
 use crate::artifact::weights::Weights;
 use crate::ids::TensorId;
@@ -42,6 +42,8 @@ pub(super) fn needs(spec: &ModelSpec, plan: &Plan, layout: &Layout, options: &Op
     Needs {
         weights: layout.by_component.clone(),
         ring_bytes: ring_bytes(&layers),
+        staging_bytes: staging_bytes(&layers),
+        from_disk: options.from_disk,
         layers,
         page_bytes: (PAGE_TOKENS * row * element) as u64,
         page_tok: PAGE_TOKENS as u64,

@@ -2,6 +2,7 @@
 
 use super::launch::Limits;
 use super::memory::{Buffer, gigabytes};
+use crate::files::{FileError, ReadError};
 use cudarc::driver::{DriverError, result, sys};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -64,6 +65,12 @@ pub enum CudaError {
         /// The driver's word.
         error: String,
     },
+    /// Experts on the disk that cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// A file of experts that cannot be opened or written.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A call of the driver failed.
     #[error("CUDA failed to {what}: {error}")]
     Driver {
@@ -104,6 +111,11 @@ impl CudaError {
                 "free host memory, raise the limit of locked memory (`ulimit -l`, a container's memory) or --host-budget, or quantize further"
                     .into(),
             ),
+            CudaError::Read(_) => Some(
+                "leave the model's files as they are while it runs, check the disk, or raise --host-budget so that nothing is read"
+                    .into(),
+            ),
+            CudaError::File(e) => e.hint(),
             CudaError::TooOld { .. } | CudaError::Unsupported(_) => Some("use --device cpu".into()),
             CudaError::Compile { .. } | CudaError::Driver { .. } | CudaError::Launch { .. } => None,
         }
@@ -157,9 +169,14 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// Name of the target that NVRTC compiles for.
+    /// Name of the target that NVRTC compiles for; Hopper's own instructions have one of their own.
     pub fn arch(&self) -> String {
-        format!("sm_{}", self.sm)
+        format!("sm_{}{}", self.sm, if self.has_warpgroups() { "a" } else { "" })
+    }
+
+    /// Whether warpgroups multiply from shared memory.
+    fn has_warpgroups(&self) -> bool {
+        self.sm == 90
     }
 
     /// What launch geometry needs to know.
@@ -168,6 +185,7 @@ impl Properties {
             num_sm: self.num_sm as usize,
             block_shared_bytes: (self.block_shared_bytes as usize).saturating_sub(STATIC_SHARED_BYTES),
             sm_shared_bytes: self.sm_shared_bytes as usize,
+            warpgroups: self.has_warpgroups(),
         }
     }
 
@@ -257,6 +275,14 @@ impl Device {
         self.current()?;
         // SAFETY: the range was just checked; from pageable memory the call returns once `src` has been staged.
         unsafe { result::memcpy_htod_async(dst.at(at_bytes), src, self.stream) }.during("copy to the device")
+    }
+
+    /// Copies all of a buffer to the start of another, in the order of the kernels.
+    pub(super) fn copy(&self, dst: &Buffer, src: &Buffer) -> Result<(), CudaError> {
+        assert!(src.bytes() <= dst.bytes());
+        self.current()?;
+        // SAFETY: the range was just checked.
+        unsafe { result::memcpy_dtod_async(dst.at(0), src.at(0), src.bytes(), self.stream) }.during("copy on the device")
     }
 
     /// Copies bytes from the device once the kernels before it are done.

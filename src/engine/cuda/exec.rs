@@ -99,13 +99,19 @@ impl Engine {
             Step::Experts { dst, src, layer, width } => {
                 let crate::model::spec::Ffn::Moe(moe) = &self.spec.layers[layer.0 as usize].ffn else { return Ok(()) };
                 let (top_k, table) = (moe.router.top_k, self.store.table(layer.0));
-                self.fetch(layer.0, 0, num_tok * top_k, 0)?;
-                let (experts, gates, inner) = (self.work.experts.at(0), self.work.gates.at(0), self.work.inner.at(0));
                 let (kk, f, d) = (top_k as i32, *width as i32, self.spec.width as i32);
-                let grid = launch::rows_of(*width, num_tok * top_k, 1);
-                k.plain_experts_gate_up(grid, inner, self.at(*src), self.row(*src), table, experts, kk, f)?;
-                let grid = launch::rows_of(self.spec.width, num_tok, 1);
-                k.plain_experts_down(grid, self.at(*dst), self.row(*dst), inner, table, experts, gates, kk, f, d)?;
+                let most = self.store.tiers().map_or(usize::MAX, |t| t.most_pairs(layer.0)) / top_k.max(1);
+                for first in (0..num_tok).step_by(most.max(1)) {
+                    let (num_tok, pair) = (most.min(num_tok - first), first * top_k);
+                    self.fetch(layer.0, pair, num_tok * top_k, 0, false)?;
+                    let row = |slot: Slot| self.at(slot) + 4 * (first * self.row(slot) as usize) as u64;
+                    let (experts, gates) = (self.work.experts.at(4 * pair), self.work.gates.at(4 * pair));
+                    let inner = self.work.inner.at(4 * pair * width);
+                    let grid = launch::rows_of(*width, num_tok * top_k, 1);
+                    k.plain_experts_gate_up(grid, inner, row(*src), self.row(*src), table, experts, kk, f)?;
+                    let grid = launch::rows_of(self.spec.width, num_tok, 1);
+                    k.plain_experts_down(grid, row(*dst), self.row(*dst), inner, table, experts, gates, kk, f, d)?;
+                }
             }
             Step::GatedAct { gate, up } => {
                 let n = num_tok * self.row(*gate) as usize;
@@ -139,12 +145,30 @@ impl Engine {
         self.plain.plain_append(grid, values, self.at(*v), self.row(*v), pages, dim)
     }
 
-    /// Brings the experts of some choices into slots; `list` is the router's or null. Nothing to do if all are on the device.
-    pub(super) fn fetch(&self, layer: u32, first_pair: usize, num_pairs: usize, list: u64) -> Result<(), EngineError> {
+    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile. Nothing to do
+    /// if all are on the device.
+    pub(super) fn fetch(
+        &self,
+        layer: u32,
+        first_pair: usize,
+        num_pairs: usize,
+        list: u64,
+        beside: bool,
+    ) -> Result<(), EngineError> {
         let Some(tiers) = self.store.tiers() else { return Ok(()) };
-        let (ids, table, matrices) = (self.work.experts.at(4 * first_pair), self.store.addresses(layer), self.store.table(layer));
-        let Some(args) = tiers.fetch(layer, ids, num_pairs, list, table, matrices) else { return Ok(()) };
-        Ok(self.fast.launch("tiers_fetch", launch::fetch(self.device.properties().limits()), &args)?)
+        let num_slots = self.work.num_slots.at(0);
+        let tables = (self.store.addresses(layer), self.store.table(layer));
+        if tiers.reads() {
+            let mut chosen = vec![0u32; num_pairs];
+            self.device.download(&mut chosen, &self.work.experts, 4 * first_pair)?;
+            if let Some((args, read)) = tiers.bring(layer, &chosen, (list, num_slots), tables.0, tables.1)? {
+                self.fast.launch("tiers_place", launch::tokens(1), &args)?;
+                read.map_err(CudaError::from)?;
+            }
+        }
+        let ids = (self.work.experts.at(4 * first_pair), num_pairs);
+        let Some(args) = tiers.fetch(layer, ids, (list, num_slots), tables, beside) else { return Ok(()) };
+        Ok(self.fast.launch("tiers_fetch", tiers.grid(layer, self.limits()), &args)?)
     }
 
     /// The buffer whose row length a step sets, and that length.

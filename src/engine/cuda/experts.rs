@@ -4,8 +4,9 @@ use super::blocks::{Output, Source, norm_code, width};
 use super::exec::rule;
 use super::fast::*;
 use super::fuse::{Lead, SharedPart};
-use super::launch;
+use super::launch::{self, ExpertsLaunch, Limits};
 use super::plain::{Kind, Matrix};
+use super::slots::Half;
 use super::{EXPERTS_TOK, Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::Slot;
@@ -87,16 +88,33 @@ impl Engine {
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
         let slots = (num_tok * top_k).min(router.experts);
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
-        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok)?;
+        let tiers = self.store.tiers().filter(|t| t.lacks(layer));
+        let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode));
+        let waves = waves.transpose()?.flatten();
+        let fetches = tiers.filter(|_| waves.is_none());
+        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok, fetches.is_some())?;
         if decode {
-            self.replay_routing(layer, start, num_tok, router)?;
+            self.replay_routing(layer, start, num_tok, router, fetches.is_some())?;
         }
         let chooses = (direct.logits != 0).then_some(router.experts);
-        let Some(first) = launch::gate_up(g, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
+        // Products that run while experts arrive find room beside the kernel that brings them.
+        let room = fetches.filter(|_| self.fast.overlaps()).map(|t| limits.beside(t.grid(layer, limits)));
+        let fit = |of: &dyn Fn(Limits) -> Option<ExpertsLaunch>| {
+            let whole = of(limits)?;
+            Some(room.and_then(of).filter(|l| l.variant == "s4" && whole.variant == "s4").unwrap_or(whole))
+        };
+        let first = fit(&|limits| launch::gate_up(g, width, f, slots, num_tok, chooses, limits));
+        let second = fit(&|limits| launch::down_pairs(d, width, f, slots, num_tok, chooses, limits));
+        let whole = |limits| launch::down(d, width, f, top_k, num_tok, chooses, limits);
+        let whole = whole(limits).map(|all| room.and_then(whole).unwrap_or(all));
+        let (Some(first), Some(second)) = (first, second) else { return Ok(()) };
+        let beside = room.is_some() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");
+        let arrivals = |half| fetches.filter(|_| beside).map_or(Arrivals::ZERO, |t| t.arrivals(layer, half));
 
         let gates = self.work.gates.at(start * top_k * 4);
         let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);
-        let (list, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
+        let (routed, num_slots, pairs) = (self.work.expert_slots.at(0), self.work.num_slots.at(0), self.work.pairs.at(0));
+        let list = fetches.map_or(routed, |t| t.list());
         let (t, wide, inner, k) = (num_tok as i32, width as i32, f as i32, top_k as i32);
         let args = ExpertsArgs {
             out: h,
@@ -106,6 +124,7 @@ impl Engine {
             num_slots,
             pairs,
             direct,
+            arrivals: arrivals(Half::First),
             t,
             k,
             inner: wide,
@@ -120,8 +139,10 @@ impl Engine {
             self.fast.launch(&format!("moe_gate_up_{}_{}", name(g, &gate), first.variant), first.grid, &args)
         };
 
-        if let Some(whole) = launch::down(d, width, f, top_k, num_tok, chooses, limits) {
-            self.fetch(layer, start * top_k, num_tok * top_k, list)?;
+        if waves.is_none() {
+            self.fetch(layer, start * top_k, num_tok * top_k, routed, beside)?;
+        }
+        if let Some(whole) = whole {
             gate_up(list, num_slots)?;
             let args = DownArgs {
                 y: x,
@@ -132,6 +153,7 @@ impl Engine {
                 pairs,
                 gates,
                 direct,
+                arrivals: arrivals(Half::Second),
                 t,
                 d: wide,
                 f: inner,
@@ -143,18 +165,19 @@ impl Engine {
             };
             return Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), whole.grid, &args)?);
         }
-        let Some(second) = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits) else { return Ok(()) };
         let planes = &self.work.inner_planes;
         let outputs = self.work.pair_outputs.at(0);
         let both = |slots: u64, num_slots: u64| -> Result<(), EngineError> {
             gate_up(slots, num_slots)?;
-            self.planes(planes, Source::Floats(h, inner), f, d.bits, num_tok * top_k)?;
+            let made_by = launch::planes_name(d.bits, second.variant == launch::WIDE);
+            self.planes(&made_by, planes, Source::Floats(h, inner), f, num_tok * top_k)?;
             let args = ExpertsArgs {
                 out: outputs,
                 x_q: planes.codes.at(0),
                 x_scale: planes.scales.at(0),
                 slots,
                 num_slots,
+                arrivals: arrivals(Half::Second),
                 inner,
                 rows: wide,
                 columns: second.columns as i32,
@@ -164,27 +187,24 @@ impl Engine {
             };
             Ok(self.fast.launch(&format!("moe_down_pairs_{}_{}", name(d, &down), second.variant), second.grid, &args)?)
         };
-        let waves = self.store.tiers().filter(|_| !decode).map(|tiers| Ok((tiers, tiers.waves(layer, num_tok * top_k)?)));
-        match waves.transpose().map_err(EngineError::Cuda)? {
-            Some((tiers, Some(waves))) => {
+        match (tiers, waves) {
+            (Some(tiers), Some(waves)) => {
                 for wave in waves {
-                    if let Some((args, slots, num_slots)) = tiers.send(layer, wave, list, num_slots)? {
+                    if let Some((args, slots, num_slots)) = tiers.send(layer, wave, routed, num_slots)? {
                         self.fast.launch("tiers_wave", launch::tokens(1), &args)?;
                         both(slots, num_slots)?;
                         tiers.sent()?;
                     }
                 }
             }
-            _ => {
-                self.fetch(layer, start * top_k, num_tok * top_k, list)?;
-                both(list, num_slots)?;
-            }
+            _ => both(list, num_slots)?,
         }
         let args = CombineArgs { y: x, add: x, pairs: outputs, gates, d: wide, k, scale };
         Ok(self.fast.launch("moe_combine", launch::combine(width, num_tok), &args)?)
     }
 
-    /// Planes of the experts' input, and experts, gates and list of a run of tokens; or what the experts' kernels need to choose themselves.
+    /// Planes of the experts' input, and experts, gates and list of a run of tokens; or what the experts' kernels need to choose
+    /// themselves. `pending`: another kernel makes the list that the products take.
     #[allow(clippy::too_many_arguments)]
     fn route(
         &self,
@@ -196,6 +216,7 @@ impl Engine {
         x: u64,
         start: usize,
         num_tok: usize,
+        pending: bool,
     ) -> Result<DirectRoute, EngineError> {
         let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
         let rule = rule(router);
@@ -223,6 +244,7 @@ impl Engine {
             norm: norm_code(lead),
             eps: lead.norm.eps,
             bits: bits as i32,
+            pending: pending as i32,
             rule: RouteRule {
                 e: rule.experts,
                 k: rule.top_k,
@@ -235,8 +257,8 @@ impl Engine {
                 scale: rule.scale,
             },
         };
-        if launch::routes_rows(num_tok) && w.kind == Kind::Bf16 {
-            self.planes(planes, Source::Normed(lead, x), width, bits, num_tok)?;
+        let (many, wide) = (launch::routes_rows(num_tok) && w.kind == Kind::Bf16, launch::wide_experts(num_tok, limits));
+        if many {
             let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
             self.products(Source::Normed(lead, x), &[logits], num_tok)?;
         } else {
@@ -244,6 +266,9 @@ impl Engine {
             let Some(launch) = launch::router_logits(experts, width, num_tok, half, limits) else { return Ok(DirectRoute::ZERO) };
             let args = RouterArgs { ahead: launch.ahead as i32, ..args };
             self.fast.launch(launch.name, launch.grid, &args)?;
+        }
+        if many || wide {
+            self.planes(&launch::planes_name(bits, wide), planes, Source::Normed(lead, x), width, num_tok)?;
         }
         let plain_top = matches!(router.select, Select::Top);
         let listed = self.store.tiers().is_some() || self.scripts.contains_key(&layer);
@@ -258,7 +283,14 @@ impl Engine {
     }
 
     /// Puts choices made beforehand in the place of the router's, if there are any.
-    fn replay_routing(&self, layer: u32, start: usize, num_tok: usize, router: &RouterSpec) -> Result<(), EngineError> {
+    fn replay_routing(
+        &self,
+        layer: u32,
+        start: usize,
+        num_tok: usize,
+        router: &RouterSpec,
+        pending: bool,
+    ) -> Result<(), EngineError> {
         let Some((script, step, steps, rows)) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.3) else {
             return Ok(());
         };
@@ -275,6 +307,7 @@ impl Engine {
             k: router.top_k as i32,
             steps: *steps as i32,
             rows: *rows as i32,
+            pending: pending as i32,
         };
         Ok(self.fast.launch("tiers_replay", launch::tokens(1), &args)?)
     }

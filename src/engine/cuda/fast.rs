@@ -35,7 +35,7 @@ macro_rules! structs {
 
 structs! {
     /// One product of a launch.
-    LinearMatrix in "linear.cu" {
+    LinearMatrix in "common/linear.cuh" {
         packed: u64,
         scale: u64,
         bias: u64,
@@ -47,7 +47,7 @@ structs! {
         pad: i32,
     }
     /// Up to three products of one input.
-    LinearArgs in "linear.cu" {
+    LinearArgs in "common/linear.cuh" {
         x: u64,
         up: u64,
         gain: u64,
@@ -86,6 +86,7 @@ structs! {
         norm: i32,
         eps: f32,
         bits: i32,
+        pending: i32,
         rule: RouteRule,
     }
     /// How a token's experts are chosen.
@@ -99,6 +100,13 @@ structs! {
         keep_groups: i32,
         jitter: f32,
         scale: f32,
+    }
+    /// Experts that arrive while the products run.
+    Arrivals in "common/routing.cuh" {
+        pieces: u64,
+        waited: u64,
+        needed: i32,
+        pad: i32,
     }
     /// The choice without a list.
     DirectRoute in "common/routing.cuh" {
@@ -118,6 +126,7 @@ structs! {
         num_slots: u64,
         pairs: u64,
         direct: DirectRoute,
+        arrivals: Arrivals,
         t: i32,
         k: i32,
         inner: i32,
@@ -136,6 +145,7 @@ structs! {
         pairs: u64,
         gates: u64,
         direct: DirectRoute,
+        arrivals: Arrivals,
         t: i32,
         d: i32,
         f: i32,
@@ -225,6 +235,8 @@ structs! {
     FetchArgs in "tiers.cu" {
         ids: u64,
         list: u64,
+        ready: u64,
+        num_slots: u64,
         owner: u64,
         score: u64,
         visited: u64,
@@ -233,15 +245,31 @@ structs! {
         table: u64,
         matrices: u64,
         counter: u64,
+        turn: u64,
+        arrived: u64,
+        waited: u64,
         stats: u64,
         slots: u64,
         num_pairs: i32,
         e: i32,
         s: i32,
+        permanent: i32,
         run_bytes: i32,
+        late: i32,
+        late_end: i32,
         shift: i32,
         rise: i32,
         ns_per_byte: f32,
+    }
+    /// Copies in host memory that came or went.
+    PlaceArgs in "tiers.cu" {
+        moves: u64,
+        host: u64,
+        table: u64,
+        matrices: u64,
+        list: u64,
+        num_slots: u64,
+        num_moves: i32,
     }
     /// A wave of experts through the ring.
     WaveArgs in "tiers.cu" {
@@ -272,6 +300,7 @@ structs! {
         k: i32,
         steps: i32,
         rows: i32,
+        pending: i32,
     }
     /// Queries in latent space, and the new row of the cache.
     LatentQueryArgs in "latent.cu" {
@@ -402,10 +431,10 @@ impl Fast {
     /// Loads the kernels for weights of some forms, as kernel names spell them.
     pub fn load(device: &Arc<Device>, forms: &[&str]) -> Result<Self, CudaError> {
         let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
-        let wanted = |p: &&Source| !OTHERS.contains(&p.name) && p.form.is_none_or(|f| forms.contains(&f));
+        let arch = device.properties().arch();
+        let wanted = |p: &&Source| !OTHERS.contains(&p.name) && p.is_for(&arch) && p.form.is_none_or(|f| forms.contains(&f));
         let programs: Vec<&Source> = PROGRAMS.iter().filter(wanted).collect();
         // The first start on a machine compiles; each program keeps one core busy for seconds.
-        let arch = device.properties().arch();
         programs.par_iter().try_for_each(|program| cached(program, &arch).map(drop))?;
         let mut functions = HashMap::new();
         for program in programs {
@@ -420,6 +449,11 @@ impl Fast {
     /// No kernel.
     pub fn none() -> Self {
         Self { functions: HashMap::new(), overlap: Overlap::No }
+    }
+
+    /// Whether kernels may start before those ahead of them are done.
+    pub fn overlaps(&self) -> bool {
+        self.overlap == Overlap::Yes
     }
 
     /// Whether there is such a kernel.
@@ -449,6 +483,7 @@ fn names(program: &Source) -> Vec<String> {
         "linear.cu" => {
             of_form(&["linear_X_s4", "linear_X_h4", "linear_X_n32", "linear_X_n64", "moe_gate_up_X_n64", "moe_down_pairs_X_n64"])
         }
+        "wide.cu" => of_form(&["linear_X_wg", "moe_gate_up_X_wg", "moe_down_pairs_X_wg"]),
         "moe.cu" => of_form(&["moe_gate_up_X_s4", "moe_down_pairs_X_s4", "moe_down_X"]),
         "router.cu" => ["router_logits_t1", "router_logits", "router_rows", "router_rows_t4"].map(String::from).to_vec(),
         "attention.cu" => {
@@ -461,9 +496,10 @@ fn names(program: &Source) -> Vec<String> {
             launch::LATENT_RANKS.into_iter().flat_map(each).collect()
         }
         "rows.cu" => {
-            ["planes_w4", "planes_w8", "planes_w16", "moe_combine", "add_gated", "argmax_rows"].map(String::from).to_vec()
+            let planes = [4, 8, 16].into_iter().flat_map(|bits| ["w", "k"].map(|order| format!("planes_{order}{bits}")));
+            planes.chain(["moe_combine", "add_gated", "argmax_rows"].map(String::from)).collect()
         }
-        "tiers.cu" => ["tiers_fetch", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "tiers.cu" => ["tiers_fetch", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
@@ -489,7 +525,7 @@ mod tests {
                     (_, "int") => "i32",
                     (_, "float") => "f32",
                     (_, "LinearMatrix") => "[LinearMatrix; 3]",
-                    (_, "RouteRule" | "DirectRoute") => ty,
+                    (_, "RouteRule" | "DirectRoute" | "Arrivals") => ty,
                     (_, "LatentMatrix") => "Matrix",
                     other => panic!("`{name}` has a field of type {other:?}"),
                 };

@@ -9,6 +9,7 @@ use super::fast::ArgmaxArgs;
 use super::launch::{self, DECODE_TOK};
 use super::memory::{Buffer, Event, Pinned};
 use super::sampling::{Choice, FAULT_WORDS, Sampling};
+use super::slots::Tiers;
 use super::{Engine, View};
 use crate::engine::{Batch, EngineError, Rows, Turn};
 use crate::ids::SeqId;
@@ -108,6 +109,14 @@ impl Decode {
         })
     }
 
+    /// Makes the page table hold sequences of so many pages.
+    pub fn widen(&mut self, device: &Arc<Device>, max_pages: usize) -> Result<(), CudaError> {
+        self.table = Buffer::new(device, 4 * DECODE_TOK * max_pages)?;
+        self.table_stride = max_pages;
+        self.uploaded.clear();
+        Ok(())
+    }
+
     /// Forgets the graphs, whose addresses no longer hold.
     pub fn forget_graphs(&mut self) {
         self.graphs.clear();
@@ -169,9 +178,7 @@ impl Engine {
         let seqs: Vec<SeqId> = turns.iter().map(|t| t.seq).collect();
         let starts: Vec<usize> = seqs.iter().map(|&s| self.cached(s)).collect();
         for (&seq, &start) in seqs.iter().zip(&starts) {
-            if !self.pages.reserve(seq, start + steps) {
-                return Err(EngineError::CacheFull { capacity_tok: self.pages.capacity_tok() });
-            }
+            self.reserve(seq, start + steps)?;
         }
         let positions: Vec<u32> = starts.iter().map(|&s| s as u32).collect();
         let newest: Vec<u32> = turns.iter().map(|t| t.tokens.last().copied().unwrap_or(0)).collect();
@@ -182,8 +189,12 @@ impl Engine {
         let mut failed = None;
         for step in 0..=steps {
             if step < steps {
-                self.replay(seqs.len(), choice)?;
-                self.send_tokens(step % RING)?;
+                let sent = self.replay(seqs.len(), choice).and_then(|()| Ok(self.send_tokens(step % RING)?));
+                // What came before it is there all the same.
+                if let Err(error) = sent {
+                    failed = Some(error);
+                    break;
+                }
             }
             if step > 0 {
                 let words = self.receive_tokens((step - 1) % RING)?;
@@ -282,7 +293,8 @@ impl Engine {
     /// Launches the graph for so many sequences, capturing it first if it is new.
     fn replay(&mut self, num_tok: usize, choice: Choice) -> Result<(), EngineError> {
         let key = (num_tok, choice);
-        if !self.decode.graphs.contains_key(&key) {
+        let stops = self.tiers().is_some_and(Tiers::reads);
+        if !stops && !self.decode.graphs.contains_key(&key) {
             let graph = self.captured(|engine| engine.decode_step(num_tok, choice))?;
             self.decode.graphs.insert(key, graph);
         }
@@ -290,6 +302,9 @@ impl Engine {
         (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
         self.work.row = self.plan.widths;
         self.work.row[Slot::Logits as usize] = self.spec.vocab;
+        if stops {
+            return self.decode_step(num_tok, choice);
+        }
         if let Some(graph) = self.decode.graphs.get(&key) {
             self.store.tiers().iter().for_each(|t| t.forget());
             graph.launch()?;
@@ -299,6 +314,10 @@ impl Engine {
 
     /// A graph of some groups alone, for timing.
     pub(super) fn capture_groups(&mut self, num_tok: usize, groups: &[usize]) -> Result<Graph, EngineError> {
+        if self.tiers().is_some_and(Tiers::reads) {
+            let reason = "blocks cannot be timed one by one while experts are read from the disk".into();
+            return Err(CudaError::Unsupported(reason).into());
+        }
         let view = self.decode_view(num_tok);
         self.captured(|engine| groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop)))
     }

@@ -13,8 +13,8 @@ impl Engine {
     pub(super) fn latent_fits(&self, part: &LatentPart, num_tok: usize) -> bool {
         let (m, up) = (&part.mla, self.store.matrix(part.up));
         let shape = launch::LATENT_RANKS.contains(&m.kv_rank) && m.rope == launch::LATENT_ROPE && m.nope <= launch::LATENT_NOPE;
-        let whole = m.v.is_multiple_of(2) && up.group % 8 == 0 && up.data.is_multiple_of(16);
-        let shared = launch::latent_attention(m.kv_rank, m.heads, num_tok).shared_bytes as usize;
+        let whole = m.v.is_multiple_of(2) && up.group % 8 == 0 && up.data.is_multiple_of(16) && up.zeros == 0;
+        let shared = launch::latent_attention(m.kv_rank, m.heads, num_tok, self.limits()).shared_bytes as usize;
         shape && whole && shared <= self.limits().block_shared_bytes && num_tok <= launch::DECODE_TOK
     }
 
@@ -52,7 +52,7 @@ impl Engine {
         self.fast.launch(&name("query"), launch::latent_query(m.kv_rank, m.heads, num_tok), &args)?;
         let (page_table, positions) = (view.table, view.positions);
         let args = LatentAttentionArgs { partial, query, pages, page_table, positions, h, max_pages, max_splits, scale: m.scale };
-        self.fast.launch(&name("attention"), launch::latent_attention(m.kv_rank, m.heads, num_tok), &args)?;
+        self.fast.launch(&name("attention"), launch::latent_attention(m.kv_rank, m.heads, num_tok, self.limits()), &args)?;
         let (grid, rows) = launch::latent_value(m.v, m.heads, num_tok);
         let (out, out_stride, rows) = (self.at(Slot::Attn), (m.heads * m.v) as i32, rows as i32);
         let args = LatentValueArgs { out, partial, positions, up, out_stride, t, h, nope, v, max_splits, rows };

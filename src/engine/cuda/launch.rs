@@ -69,8 +69,20 @@ pub struct Limits {
     pub block_shared_bytes: usize,
     /// Shared memory of a multiprocessor.
     pub sm_shared_bytes: usize,
+    /// Whether warpgroups multiply from shared memory.
+    pub warpgroups: bool,
 }
 
+impl Limits {
+    /// What is left to blocks that share multiprocessors with blocks of another kernel.
+    pub fn beside(self, other: Grid) -> Self {
+        let left = self.sm_shared_bytes.saturating_sub(other.shared_bytes as usize + BLOCK_SHARED);
+        Self { block_shared_bytes: self.block_shared_bytes.min(left.saturating_sub(BLOCK_SHARED)), sm_shared_bytes: left, ..self }
+    }
+}
+
+/// What the driver takes of a multiprocessor's shared memory for each block.
+const BLOCK_SHARED: usize = 1024;
 /// Tokens up to which a product makes the planes of its own input.
 pub const STAGED_TOK: usize = 4;
 /// Tokens up to which decode kernels and graphs are used.
@@ -98,6 +110,9 @@ const TALL_ROWS: usize = 40_000;
 pub const SPLIT_BLOCKS: usize = 128;
 /// Cost of a pass over weights, in tokens.
 const PASS_COST: usize = 16;
+/// Output rows of a block of the products by warpgroups, and its threads.
+const WIDE_ROWS: usize = 192;
+const WIDE_THREADS: u32 = 512;
 /// Weights whose activations share a scale.
 const GROUP_K: usize = 128;
 
@@ -176,6 +191,11 @@ pub fn planes(cols: usize, num_rows: usize) -> Grid {
     Grid::new([num_rows, 1, 1], if cols <= 1024 { 128 } else { 256 })
 }
 
+/// The kernel that makes planes in the order that products by warpgroups read, or the others.
+pub fn planes_name(bits: usize, wide: bool) -> String {
+    format!("planes_{}{bits}", if wide { "k" } else { "w" })
+}
+
 /// Multiples of eight from the largest down.
 fn eights(least: usize, most: usize) -> impl Iterator<Item = usize> {
     (least / 8..=most / 8).rev().map(|n| 8 * n)
@@ -194,7 +214,7 @@ fn blocks_that_fit(shared: usize, most: usize, limits: Limits) -> Option<usize> 
 /// Which variant of a product, and how it is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearLaunch {
-    /// `s4`, `h4` read `f32` and may normalise; `n32`, `n64` read planes.
+    /// `s4`, `h4` read `f32` and may normalise; `n32`, `n64`, `wg` read planes.
     pub variant: &'static str,
     /// Blocks walk over tiles of rows; the second direction is runs of tokens.
     pub grid: Grid,
@@ -214,11 +234,39 @@ pub fn linear(width: Width, cols: usize, rows: &[usize], num_tok: usize, staged:
     let planes = Product { variant: "n32", tiles: 2, m_warps: 1, k_warps: 8, depth: 2, most_blocks: 1, most_tok };
     let many = Product { variant: "n64", m_warps: 4, k_warps: 1, depth, most_blocks: 2, most_tok: 64, ..planes };
     let of = |p: Product| p.launch(width, cols, rows, num_tok, staged, limits);
+    if !staged && limits.warpgroups && num_tok > FEW_TOK {
+        return wide_linear(width, rows, num_tok, limits);
+    }
     match (staged, few) {
         (true, _) => of(if tall { whole } else { split }),
         (false, true) => of(planes).or_else(|| of(many)),
         (false, false) => of(many),
     }
+}
+
+/// Name of the products by warpgroups.
+pub const WIDE: &str = "wg";
+
+/// Tokens that a block of those takes at a time, from the most down, and the shared memory for each.
+fn wide_runs(width: Width, limits: Limits) -> impl Iterator<Item = (usize, usize)> {
+    let (most, depth) = match width.bits {
+        4 => (64, 6),
+        8 => (64, 4),
+        _ => (32, 3),
+    };
+    let stage = move |columns: usize| (columns * width.block() + WIDE_ROWS * (16 * width.bits + 16) + 256).next_multiple_of(1024);
+    let runs = (1..=most / 16).rev().map(|n| 16 * n).map(move |columns| (columns, 1024 + depth * stage(columns)));
+    runs.filter(move |r| r.1 <= limits.block_shared_bytes)
+}
+
+fn wide_linear(width: Width, rows: &[usize], num_tok: usize, limits: Limits) -> Option<LinearLaunch> {
+    let tiles: usize = rows.iter().map(|r| r.div_ceil(WIDE_ROWS)).sum();
+    let launched = |(columns, shared): (usize, usize)| {
+        let work = tiles * num_tok.div_ceil(columns);
+        let grid = Grid::new([work.min(limits.num_sm), 1, 1], WIDE_THREADS).shared(shared);
+        (work.div_ceil(limits.num_sm) * (columns + PASS_COST), LinearLaunch { variant: WIDE, grid, columns })
+    };
+    wide_runs(width, limits).map(launched).min_by_key(|l| l.0).map(|l| l.1)
 }
 
 /// What differs between the variants of a product.
@@ -324,7 +372,7 @@ pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize
     let (name, warps) = if narrow { ("router_rows_t4", 32) } else { ("router_rows", 16) };
     let tokens = if num_tok <= MOST_ROUNDS * warps { num_tok.next_multiple_of(warps) } else { warps };
     let pairs = num_tok * top_k;
-    let shared = 4 * (pairs.div_ceil(32) * experts + pairs + if narrow { 0 } else { warps * experts });
+    let shared = 4 * ((pairs.div_ceil(32) | 1) * experts + pairs + experts + if narrow { 0 } else { warps * experts });
     let grid = Grid::new([num_tok.div_ceil(tokens), 1, 1], 32 * warps as u32).shared(shared);
     (shared <= limits.block_shared_bytes).then_some(RowsLaunch { name, grid, tokens })
 }
@@ -332,7 +380,7 @@ pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize
 /// How a half of the experts is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertsLaunch {
-    /// Ending of the kernel's name: `s4` streams whole rows, `n64` is for many tokens.
+    /// Ending of the kernel's name: `s4` streams whole rows, `n64` and `wg` are for many tokens.
     pub variant: &'static str,
     /// Tiles of rows, and blocks that walk over experts.
     pub grid: Grid,
@@ -390,7 +438,19 @@ pub fn down_pairs(
     experts(width, &half, slots, num_tok, limits)
 }
 
+/// Whether the experts of so many tokens are products by warpgroups.
+pub fn wide_experts(num_tok: usize, limits: Limits) -> bool {
+    limits.warpgroups && num_tok > STREAMED_TOK
+}
+
 fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+    if wide_experts(num_tok, limits) {
+        let (columns, shared) = wide_runs(width, limits).find(|r| r.0 <= num_tok.next_multiple_of(16))?;
+        let work = half.rows.div_ceil(WIDE_ROWS / half.matrices) * slots * num_tok.div_ceil(columns);
+        let grid = Grid::new([work.min(limits.num_sm), 1, 1], WIDE_THREADS).shared(shared + 4 * slots);
+        let fits = grid.shared_bytes as usize <= limits.block_shared_bytes;
+        return fits.then_some(ExpertsLaunch { variant: WIDE, grid, columns, stages: 0, teams: 0 });
+    }
     let streamed = if num_tok <= STREAMED_TOK { streamed_experts(width, half, slots, num_tok, limits) } else { None };
     let many = || {
         let tiles = half.rows.div_ceil(128 / half.matrices);
@@ -474,9 +534,20 @@ pub fn down(
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
-/// Missing experts over the link: enough blocks for a few megabytes in flight.
-pub fn fetch(limits: Limits) -> Grid {
-    Grid::new([limits.num_sm.min(64), 1, 1], 256)
+/// Blocks that copy experts, a few megabytes in flight together.
+const COPY_BLOCKS: usize = 64;
+/// Bytes that one of them copies at a time; `AHEAD` in `tiers.cu`.
+const COPY_PIECE: usize = 256 * 16 * 8;
+
+/// Missing experts over the link: a block that decides, and those that copy.
+pub fn fetch(experts: usize, slots: usize, limits: Limits) -> Grid {
+    let shared = 8 * experts + 16 * slots + 8 * experts.div_ceil(32);
+    Grid::new([1 + COPY_BLOCKS.min(limits.num_sm), 1, 1], 256).shared(shared)
+}
+
+/// Pieces in which so many bytes of an expert are copied, and one for the block that decides.
+pub fn fetch_pieces(bytes: usize) -> usize {
+    1 + bytes.div_ceil(COPY_PIECE)
 }
 
 /// The sum over ranks.
@@ -508,7 +579,7 @@ pub fn attention(head_dim: usize, heads: usize, kv_heads: usize, num_tok: usize)
 /// Attention of runs of new tokens.
 pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid {
     const RUN: usize = 64;
-    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(5 * RUN * (head_dim + 8) * 2)
+    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(6 * RUN * (head_dim + 8) * 2)
 }
 
 /// Ranks of latents that kernels were built for, with rotary parts of [`LATENT_ROPE`].
@@ -531,9 +602,11 @@ pub fn latent_query(rank: usize, heads: usize, num_tok: usize) -> Grid {
 }
 
 /// Attention on latents.
-pub fn latent_attention(rank: usize, heads: usize, num_tok: usize) -> Grid {
-    let tiles = 2 * LATENT_TILE * (rank + LATENT_ROPE + 8) * 2;
-    let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 16 * (LATENT_TILE + 8) * 2;
+pub fn latent_attention(rank: usize, heads: usize, num_tok: usize, limits: Limits) -> Grid {
+    const SMALL_SHARED_BYTES: usize = 128 << 10;
+    let queries = if limits.block_shared_bytes < SMALL_SHARED_BYTES { 0 } else { 16 };
+    let tiles = (2 * LATENT_TILE + queries) * (rank + LATENT_ROPE + 8) * 2;
+    let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 2 * 16 * (LATENT_TILE + 8) * 2;
     Grid::new([latent_splits(heads, num_tok), heads.div_ceil(16), num_tok], 256).shared(tiles + scores)
 }
 
@@ -585,8 +658,8 @@ mod tests {
         }
     }
 
-    const H200: Limits = Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472 };
-    const RTX_3090: Limits = Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400 };
+    const H200: Limits = Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true };
+    const RTX_3090: Limits = Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false };
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]
@@ -638,8 +711,10 @@ mod tests {
             for heads in [1, 16, 17, 128] {
                 assert!(latent_splits(heads, t) * t <= 2 * DECODE_TOK, "{heads} {t}");
             }
-            let shared = latent_attention(512, 16, t).shared_bytes as usize;
-            assert!(shared <= RTX_3090.block_shared_bytes, "{shared}");
+            for limits in [H200, RTX_3090] {
+                let shared = latent_attention(512, 16, t, limits).shared_bytes as usize;
+                assert!(shared <= limits.block_shared_bytes, "{shared}");
+            }
         }
     }
 
@@ -653,6 +728,10 @@ mod tests {
             );
             for rows in [&[5120][..], &[2048], &[151_936]] {
                 let l = linear(Width { bits: 8, group: 128 }, 2048, rows, t, t <= STAGED_TOK, H200).unwrap();
+                if l.variant == WIDE {
+                    assert!(l.columns.is_multiple_of(16) && t > FEW_TOK, "{t} {l:?}");
+                    continue;
+                }
                 let runs = l.grid.blocks[1] as usize;
                 assert!(runs * l.columns >= t && (runs - 1) * l.columns < t, "{t} {l:?}");
             }

@@ -3,20 +3,23 @@
 //! The device holds matrices as the disk does. Norm gains and biases become `f32`, FP8 blocks become bf16; both are decoded on
 //! the way. The matrices of one expert lie next to each other, so that an expert is one run of bytes.
 
+use super::cold::{Cold, Piece};
 use super::device::{CudaError, Device, During};
 use super::launch;
 use super::launch::Width;
-use super::memory::{Buffer, Event, Pinned, aligned};
+use super::memory::{Buffer, Event, Pinned, aligned, gigabytes};
+use super::numa::Nodes;
 use super::plain::{Kind, Matrix, Plain};
-use super::slots::{ExpertRuns, Tiers};
+use super::slots::{Backing, ExpertRuns, Tiers};
 use crate::artifact::weights::{Data, Weight, Weights};
 use crate::checkpoint::CheckpointError;
+use crate::files::{self, Pages, Reader};
 use crate::ids::{Component, ExpertId, LayerId, Part, Role, TensorId};
 use crate::model::names;
 use crate::model::spec::{Ffn, ModelSpec};
-use crate::quant::format::{Bits, Format, Group};
+use crate::quant::format::{Bits, Format, Zero};
 use crate::tensor::{self, Dtype};
-use crate::tiers::{self, Policy};
+use crate::tiers::{self, Needs, Policy, VramPlan};
 use cudarc::driver::result;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -26,6 +29,8 @@ use std::sync::Arc;
 const STAGING_BYTES: usize = 32 << 20;
 /// Buffers in turn: one is filled while others travel.
 const STAGING_BUFFERS: usize = 3;
+/// Bytes in which a descriptor counts the way from codes to zero points; what aligns tensors is a multiple of it.
+const ZEROS_UNIT: usize = 16;
 /// Piece that one thread copies.
 const COPY_BYTES: usize = 1 << 20;
 
@@ -58,6 +63,7 @@ struct Form {
     kind: Kind,
     group: usize,
     scale_kind: Kind,
+    zero: Zero,
 }
 
 impl Form {
@@ -73,7 +79,21 @@ impl Form {
 
     /// Bytes with what aligns the next tensor.
     fn placed_bytes(self) -> usize {
-        aligned(self.data_bytes()) + aligned(self.scale_bytes())
+        self.codes_bytes() + aligned(self.scale_bytes())
+    }
+
+    /// Bytes of the codes and the zero points behind them, with what aligns the next tensor.
+    fn codes_bytes(self) -> usize {
+        aligned(self.data_bytes()) + aligned(self.zero_bytes())
+    }
+
+    fn zero_bytes(self) -> usize {
+        let per_word = match (self.zero, self.kind) {
+            (Zero::Point, Kind::Int4) => 8,
+            (Zero::Point, Kind::Int8) => 4,
+            _ => return 0,
+        };
+        4 * self.rows.div_ceil(per_word) * (self.cols / self.group)
     }
 
     fn scale_bytes(self) -> usize {
@@ -90,6 +110,13 @@ struct Place {
     form: Form,
     data_at: usize,
     scales_at: usize,
+}
+
+impl Place {
+    /// Zero points lie behind the codes.
+    fn zeros_at(&self) -> usize {
+        self.data_at + aligned(self.form.data_bytes())
+    }
 }
 
 /// Where every tensor of a model lies.
@@ -120,14 +147,15 @@ fn is_vector(id: TensorId) -> bool {
 
 fn form_of(id: TensorId, weight: &Weight<'_>) -> Form {
     let (rows, cols) = (weight.rows, weight.cols);
-    let plain = |kind| Form { rows, cols, kind, group: cols.max(1), scale_kind: Kind::F32 };
+    let plain = |kind| Form { rows, cols, kind, group: cols.max(1), scale_kind: Kind::F32, zero: Zero::Middle };
     match &weight.data {
         _ if is_vector(id) => plain(Kind::F32),
         Data::Plain { dtype, .. } => plain(float_kind(*dtype)),
         Data::Fp8 { .. } | Data::Mxfp4(_) | Data::Gather { .. } => plain(Kind::Bf16),
         Data::Packed(p) => {
             let kind = if p.bits == Bits::Four { Kind::Int4 } else { Kind::Int8 };
-            Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype) }
+            let zero = if p.zeros.is_some() { Zero::Point } else { Zero::Middle };
+            Form { rows, cols, kind, group: p.group, scale_kind: float_kind(p.scale_dtype), zero }
         }
     }
 }
@@ -149,13 +177,14 @@ impl Layout {
         let form = |(id, shape): (TensorId, Vec<usize>)| {
             let cols = shape.last().copied().unwrap_or(1);
             let rows = shape.iter().product::<usize>() / cols.max(1);
-            let plain = |kind| Form { rows, cols, kind, group: cols, scale_kind: Kind::Bf16 };
+            let plain = |kind| Form { rows, cols, kind, group: cols, scale_kind: Kind::Bf16, zero: Zero::Middle };
             let form = match format(id, cols) {
                 _ if is_vector(id) => plain(Kind::F32),
                 Format::Source => plain(Kind::Bf16),
-                Format::Int { bits, group } => Form {
+                Format::Int { bits, group, zero } => Form {
                     kind: if bits == Bits::Four { Kind::Int4 } else { Kind::Int8 },
-                    group: if let Group::Of(n) = group { n } else { cols },
+                    group: group.columns(cols),
+                    zero,
                     ..plain(Kind::Bf16)
                 },
             };
@@ -164,7 +193,7 @@ impl Layout {
         Self::place(names::tensors(spec).into_iter().map(form))
     }
 
-    /// Words of the matrices of one expert first, then their scales; all others one after the other.
+    /// Words and zero points of the matrices of one expert first, then their scales; all others one after the other.
     fn place(forms: impl Iterator<Item = (TensorId, Form)>) -> Self {
         let (mut places, mut order) = (HashMap::new(), Vec::new());
         let mut dense_bytes = 0;
@@ -176,26 +205,31 @@ impl Layout {
                 runs.entry((layer.0, expert.0)).or_default().push((id, form));
                 continue;
             }
-            let scales_at = dense_bytes + aligned(form.data_bytes());
+            let scales_at = dense_bytes + form.codes_bytes();
             places.insert(id, Place { form, data_at: dense_bytes, scales_at });
             dense_bytes = scales_at + aligned(form.scale_bytes());
             *sizes.entry(id.role.component()).or_default() += form.placed_bytes() as u64;
         }
         let mut experts: BTreeMap<u32, ExpertRuns> = BTreeMap::new();
-        for ((layer, _), tensors) in runs {
+        for ((layer, expert), tensors) in runs {
             let mut at = 0;
             for &(id, form) in &tensors {
                 places.insert(id, Place { form, data_at: at, scales_at: 0 });
-                at += aligned(form.data_bytes());
+                at += form.codes_bytes();
             }
+            let mut late = (0, 0);
             for (id, form) in tensors {
                 if let Some(place) = places.get_mut(&id) {
                     place.scales_at = at;
+                    if id.role == Role::ExpertDown {
+                        late = (place.data_at, place.data_at + aligned(form.data_bytes()));
+                    }
                 }
                 at += aligned(form.scale_bytes());
             }
-            let layer = experts.entry(layer).or_insert(ExpertRuns { num: 0, run_bytes: 0 });
-            *layer = ExpertRuns { num: layer.num + 1, run_bytes: layer.run_bytes.max(at) };
+            let layer = experts.entry(layer).or_insert(ExpertRuns { num: 0, run_bytes: 0, late });
+            let late = if layer.late == late { late } else { (0, 0) };
+            *layer = ExpertRuns { num: layer.num.max(expert as usize + 1), run_bytes: layer.run_bytes.max(at), late };
         }
         Layout { places, order, dense_bytes, experts, by_component: sizes.into_iter().collect() }
     }
@@ -205,12 +239,13 @@ impl Layout {
         self.order.iter()
     }
 
-    /// Forms of the matrices, as kernel names spell them; sixteen bits always, for routers.
+    /// Forms of the matrices that fast kernels take, as their names spell them; sixteen bits always, for routers.
     pub fn forms(&self) -> Vec<&'static str> {
         let of = |p: &Place| {
-            let bits = match p.form.kind {
-                Kind::Int4 => 4,
-                Kind::Int8 => 8,
+            let bits = match (p.form.kind, p.form.zero) {
+                (Kind::Int4, Zero::Middle) => 4,
+                (Kind::Int8, Zero::Middle) => 8,
+                (Kind::Int4 | Kind::Int8, Zero::Point) => return None,
                 _ => 16,
             };
             Width { bits, group: p.form.group }.name(p.form.cols)
@@ -239,9 +274,30 @@ impl Layout {
         self.dense_bytes + self.experts.values().map(|runs| runs.num * runs.run_bytes).sum::<usize>()
     }
 
+    /// Where each expert's bytes lie in the model's files, layer by layer; `None` if any are stored otherwise there.
+    fn pieces(&self, weights: &Weights) -> Option<Vec<Vec<Piece>>> {
+        let mut runs: BTreeMap<(u32, u32), Vec<Piece>> = BTreeMap::new();
+        for &id in &self.order {
+            let (Some(layer), Some(expert)) = (id.layer, id.expert) else { continue };
+            let (place, spans) = (self.places.get(&id)?, weights.spans(id).filter(|_| !is_vector(id))?);
+            let form = place.form;
+            let parts = [
+                (place.data_at, form.data_bytes()),
+                (place.zeros_at(), form.zero_bytes()),
+                (place.scales_at, form.scale_bytes()),
+            ];
+            let parts = parts.into_iter().filter(|p| p.1 > 0);
+            for ((to, len), (file, range)) in parts.zip(spans) {
+                let piece = Piece { file, at: range.start as u64, len: range.len(), to };
+                runs.entry((layer.0, expert.0)).or_default().push(Some(piece).filter(|_| len == range.len())?);
+            }
+        }
+        Some(runs.into_values().collect())
+    }
+
     /// Bytes that one tensor takes.
     pub fn stored_bytes(&self, id: TensorId) -> u64 {
-        self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.scale_bytes()) as u64)
+        self.places.get(&id).map_or(0, |p| (p.form.data_bytes() + p.form.zero_bytes() + p.form.scale_bytes()) as u64)
     }
 }
 
@@ -256,32 +312,104 @@ pub(super) struct Store {
     forms: HashMap<u32, [Matrix; 3]>,
 }
 
-/// What decides where experts are.
+/// What decides where experts are, and what came of it.
 #[derive(Clone, Debug)]
 pub(super) struct Residency {
-    /// The layers that have experts, in order.
-    pub layers: Vec<tiers::Layer>,
-    /// Slots of each; `None`: all are on the device.
-    pub slots: Option<Vec<usize>>,
+    pub needs: Needs,
+    pub vram: VramPlan,
+    /// Whether any expert may be elsewhere than on the device.
+    pub tiered: bool,
     /// `None`: by the shape of each layer.
     pub policy: Option<Policy>,
     /// Bytes a second of a slower link to imitate.
     pub link_limit: Option<f64>,
+    /// Page-locked bytes beyond which a system is imitated that refuses more.
+    pub locked_limit: Option<u64>,
+    /// Where in the host's memory copies lie; `None`: wherever the driver has them.
+    pub nodes: Option<Nodes>,
+    /// Whether experts that are read from the disk stay in the system's cache of pages too.
+    pub pages: Pages,
+    /// What did not go as planned.
+    pub notes: Vec<String>,
+}
+
+impl Residency {
+    /// All on the device.
+    pub fn resident() -> Self {
+        Self {
+            needs: Needs::default(),
+            vram: VramPlan::default(),
+            tiered: false,
+            policy: None,
+            link_limit: None,
+            locked_limit: None,
+            nodes: None,
+            pages: Pages::Past,
+            notes: Vec::new(),
+        }
+    }
+
+    /// A plan that does without what was refused; the error if there is none.
+    fn without(&mut self, error: CudaError) -> Result<(), CudaError> {
+        match error {
+            CudaError::PageLocked { had_bytes, .. } if had_bytes < self.vram.host_bytes => {
+                // What was had in chunks need not be had again to the last byte.
+                let vram = self.needs.beside(&self.vram, had_bytes / 16 * 15);
+                if vram.host_bytes > vram.host_budget_bytes {
+                    return Err(error);
+                }
+                let had = gigabytes(had_bytes);
+                self.notes.push(match vram.disk_bytes {
+                    0 => format!("{had} of page-locked memory could be had; more experts stay in GPU memory for good"),
+                    _ => format!(
+                        "{had} of page-locked memory could be had; other experts are read through the system's cache of files"
+                    ),
+                });
+                (self.vram, self.pages) = (vram, Pages::Kept);
+                Ok(())
+            }
+            CudaError::Memory { .. } => {
+                let (layers, plan) = (&self.needs.layers, &self.vram);
+                let Some(slots) = tiers::plan::give_back(layers, &plan.slots, &plan.permanent, plan.slot_bytes / 8) else {
+                    return Err(error);
+                };
+                let before = plan.slots.iter().sum::<usize>();
+                let vram = self.needs.beside(&plan.with(&self.needs, slots, plan.pages), plan.host_budget_bytes);
+                if vram.host_bytes > vram.host_budget_bytes {
+                    return Err(error);
+                }
+                self.vram = vram;
+                let now = self.vram.slots.iter().sum::<usize>();
+                self.notes.push(format!("another process has taken GPU memory: {now} slots for experts instead of {before}"));
+                Ok(())
+            }
+            error => Err(error),
+        }
+    }
 }
 
 /// Where experts are.
 enum Experts {
     /// All on the device, and the first byte of each layer.
     Resident(Buffer, HashMap<u32, usize>),
-    /// All in host memory, some on the device too.
+    /// Some on the device, others in host memory or on the disk.
     Tiered(Box<Tiers>),
 }
 
 impl Experts {
-    fn new(device: &Arc<Device>, layout: &Layout, residency: &Residency) -> Result<Self, CudaError> {
-        if residency.slots.is_some() {
-            let tiers = Tiers::new(device, &layout.experts, residency)?;
-            return Ok(Experts::Tiered(Box::new(tiers)));
+    /// As planned, or by a plan that does without what is refused.
+    fn new(
+        device: &Arc<Device>,
+        layout: &Layout,
+        weights: Option<&Weights>,
+        residency: &mut Residency,
+    ) -> Result<Self, CudaError> {
+        while residency.tiered {
+            let backing = backing(layout, weights, residency)?;
+            match Tiers::new(device, &layout.experts, residency, backing) {
+                Ok(tiers) => return Ok(Experts::Tiered(Box::new(tiers))),
+                Err(error) => residency.without(error)?,
+            }
         }
         let mut bytes = 0;
         let starts = layout.experts.iter().map(|(&layer, runs)| {
@@ -294,16 +422,30 @@ impl Experts {
     }
 }
 
+/// Where experts are read from that have no other place: the model's files, or one of their own if they are stored otherwise there.
+fn backing(layout: &Layout, weights: Option<&Weights>, residency: &Residency) -> Result<Backing, CudaError> {
+    if residency.vram.disk_bytes == 0 {
+        return Ok(Backing::None);
+    }
+    let Some((weights, pieces)) = weights.and_then(|w| Some((w, layout.pieces(w)?))) else {
+        return Ok(Backing::Filling(files::scratch()?));
+    };
+    let files: Result<_, _> = weights.checkpoint().shards().iter().map(|s| Reader::open(&s.path, residency.pages)).collect();
+    let cold =
+        Cold::new(files?, pieces).map_err(|e| CudaError::Driver { what: "start threads that read", error: e.to_string() })?;
+    Ok(Backing::Files(Arc::new(cold)))
+}
+
 impl Store {
     /// Copies a model directory; `on` is told of every byte that has been taken from the files.
     pub fn load(
         device: &Arc<Device>,
         weights: &Weights,
         layout: Layout,
-        residency: &Residency,
+        residency: &mut Residency,
         on: &mut dyn FnMut(u64),
     ) -> Result<Self, LoadError> {
-        let mut store = Self::empty(device, layout, residency)?;
+        let mut store = Self::empty(device, layout, Some(weights), residency)?;
         let mut stager = Stager::new(device, store.layout.bytes())?;
         for id in store.layout.order.clone() {
             let (Some(weight), Some(place)) = (weights.get(id), store.layout.places.get(&id).copied()) else { continue };
@@ -311,6 +453,7 @@ impl Store {
                 Data::Packed(p) => {
                     store.push(&mut stager, id, place.data_at, p.words)?;
                     store.push(&mut stager, id, place.scales_at, p.scales)?;
+                    p.zeros.map_or(Ok(()), |zeros| store.push(&mut stager, id, place.zeros_at(), zeros))?;
                 }
                 Data::Plain { bytes, .. } if !is_vector(id) => store.push(&mut stager, id, place.data_at, bytes)?,
                 _ => {
@@ -321,10 +464,21 @@ impl Store {
                     store.push(&mut stager, id, place.data_at, &bytes)?;
                 }
             }
+            store.forget(weights, id);
             on(weight.stored_bytes() as u64);
         }
         stager.finish()?;
         Ok(store.with_tables(device, weights.spec())?)
+    }
+
+    /// Lets the system forget what has a copy in host memory, so that it is not there twice.
+    fn forget(&self, weights: &Weights, id: TensorId) {
+        if let (Experts::Tiered(tiers), Some(layer), Some(expert)) = (&self.experts, id.layer, id.expert)
+            && tiers.copy(layer.0, expert.0).is_some()
+        {
+            let spans = weights.spans(id).into_iter().flatten();
+            spans.for_each(|(shard, range)| weights.checkpoint().shards()[shard].forget(range));
+        }
     }
 
     /// Fills a layout with random codes of a fitting scale and unit gains, on the device.
@@ -333,52 +487,91 @@ impl Store {
         plain: &Plain,
         spec: &ModelSpec,
         layout: Layout,
-        residency: &Residency,
+        residency: &mut Residency,
         seed: u64,
     ) -> Result<Self, CudaError> {
-        let store = Self::empty(device, layout, residency)?;
-        for (i, id) in store.layout.order.iter().enumerate() {
-            let Some(place) = store.layout.places.get(id) else { continue };
-            let (form, seed) = (place.form, seed.wrapping_add((i as u64) << 40));
-            let base = store.base(*id);
-            let (data, scales) = (base + place.data_at as u64, base + place.scales_at as u64);
-            let spread = (3.0 / form.cols as f32).sqrt();
-            let fill = |at: u64, n: usize, kind: i32, scale: f32| {
-                plain.plain_random(launch::elements(n), at, n as u64, seed, kind, scale)
+        let mut store = Self::empty(device, layout, None, residency)?;
+        let largest = store.layout.experts.values().map(|r| r.run_bytes).max().unwrap_or(0);
+        let stage = Buffer::new(device, if store.tiers().is_some_and(Tiers::is_filling) { largest } else { 0 })?;
+        let mut experts: BTreeMap<(u32, u32), Vec<(usize, TensorId)>> = BTreeMap::new();
+        for (i, &id) in store.layout.order.iter().enumerate() {
+            match (id.layer, id.expert) {
+                (Some(layer), Some(expert)) => experts.entry((layer.0, expert.0)).or_default().push((i, id)),
+                _ => store.randomize(plain, i, id, store.dense.at(0), seed)?,
+            }
+        }
+        for ((layer, expert), tensors) in experts {
+            // The same values wherever the expert lies.
+            let places = match &store.experts {
+                Experts::Resident(memory, starts) => {
+                    vec![memory.at(starts[&layer] + expert as usize * store.layout.experts[&layer].run_bytes)]
+                }
+                Experts::Tiered(tiers) => {
+                    let slot = tiers.slot(layer, expert)?.map(|(slots, at)| slots.at(at));
+                    let stage = tiers.is_filling().then(|| stage.at(0));
+                    slot.into_iter().chain(tiers.copy(layer, expert)).chain(stage).collect()
+                }
             };
-            match form.kind {
-                Kind::Int4 | Kind::Int8 => {
-                    fill(data, form.data_bytes() / 4, form.kind as i32, 0.0)?;
-                    let steps = if form.kind == Kind::Int4 { 8.0 } else { 128.0 };
-                    let n = form.rows * (form.cols / form.group);
-                    plain.plain_fill(launch::elements(n), scales, n as u64, Kind::Bf16 as i32, spread / steps)?;
-                }
-                _ if id.part == Part::Weight && is_vector(*id) => {
-                    plain.plain_fill(launch::elements(form.cols), data, form.cols as u64, form.kind as i32, 1.0)?;
-                }
-                _ => {
-                    let scale = if id.role == Role::Embed { 1.0 } else { spread };
-                    fill(data, form.rows * form.cols, form.kind as i32, scale)?;
-                }
+            for &place in &places {
+                tensors.iter().try_for_each(|&(i, id)| store.randomize(plain, i, id, place, seed))?;
+            }
+            if let Experts::Tiered(tiers) = &mut store.experts
+                && tiers.is_filling()
+            {
+                let mut bytes = vec![0; store.layout.experts[&layer].run_bytes];
+                device.download(&mut bytes, &stage, 0)?;
+                tiers.write(layer, expert, 0, &bytes)?;
             }
         }
         device.synchronize()?;
         store.with_tables(device, spec)
     }
 
+    /// Fills one tensor, the `i`th, of what begins at `base`.
+    fn randomize(&self, plain: &Plain, i: usize, id: TensorId, base: u64, seed: u64) -> Result<(), CudaError> {
+        let Some(place) = self.layout.places.get(&id) else { return Ok(()) };
+        let (form, seed) = (place.form, seed.wrapping_add((i as u64) << 40));
+        let (data, scales) = (base + place.data_at as u64, base + place.scales_at as u64);
+        let spread = (3.0 / form.cols as f32).sqrt();
+        let fill =
+            |at: u64, n: usize, kind: i32, scale: f32| plain.plain_random(launch::elements(n), at, n as u64, seed, kind, scale);
+        match form.kind {
+            Kind::Int4 | Kind::Int8 => {
+                fill(data, form.data_bytes() / 4, form.kind as i32, 0.0)?;
+                if form.zero_bytes() > 0 {
+                    fill(base + place.zeros_at() as u64, form.zero_bytes() / 4, form.kind as i32, 0.0)?;
+                }
+                let steps = if form.kind == Kind::Int4 { 8.0 } else { 128.0 };
+                let n = form.rows * (form.cols / form.group);
+                plain.plain_fill(launch::elements(n), scales, n as u64, Kind::Bf16 as i32, spread / steps)
+            }
+            _ if id.part == Part::Weight && is_vector(id) => {
+                plain.plain_fill(launch::elements(form.cols), data, form.cols as u64, form.kind as i32, 1.0)
+            }
+            _ => fill(data, form.rows * form.cols, form.kind as i32, if id.role == Role::Embed { 1.0 } else { spread }),
+        }
+    }
+
     /// Room for a layout.
-    pub fn empty(device: &Arc<Device>, layout: Layout, residency: &Residency) -> Result<Self, CudaError> {
+    pub fn empty(
+        device: &Arc<Device>,
+        layout: Layout,
+        weights: Option<&Weights>,
+        residency: &mut Residency,
+    ) -> Result<Self, CudaError> {
         let dense = Buffer::new(device, layout.dense_bytes)?;
-        let experts = Experts::new(device, &layout, residency)?;
+        let experts = Experts::new(device, &layout, weights, residency)?;
         Ok(Self { dense, experts, layout, tables: HashMap::new(), forms: HashMap::new() })
     }
 
-    /// Copies bytes to where a tensor has them, `at` from the start of its allocation or run.
+    /// Copies bytes to wherever a tensor lies, `at` from the start of its allocation or run.
     fn push(&mut self, stager: &mut Stager<'_>, id: TensorId, at: usize, src: &[u8]) -> Result<(), CudaError> {
         match (&mut self.experts, id.layer, id.expert) {
             (Experts::Tiered(tiers), Some(layer), Some(expert)) => {
-                tiers.write(layer.0, expert.0, at, src);
-                Ok(())
+                if let Some((slots, start)) = tiers.slot(layer.0, expert.0)? {
+                    stager.push(slots, start + at, src)?;
+                }
+                tiers.write(layer.0, expert.0, at, src)
             }
             (Experts::Resident(memory, starts), Some(layer), Some(expert)) => {
                 let first = starts[&layer.0] + expert.0 as usize * self.layout.experts[&layer.0].run_bytes;
@@ -388,55 +581,78 @@ impl Store {
         }
     }
 
-    /// First byte of what holds a tensor: in host memory if it is of an expert and those are tiered.
-    fn base(&self, id: TensorId) -> u64 {
-        match (&self.experts, id.layer, id.expert) {
-            (Experts::Tiered(tiers), Some(layer), Some(expert)) => tiers.host(layer.0, expert.0),
-            (Experts::Resident(memory, starts), Some(layer), Some(expert)) => {
-                memory.at(starts[&layer.0] + expert.0 as usize * self.layout.experts[&layer.0].run_bytes)
+    /// First byte of an expert for the kernels.
+    fn base(&self, layer: u32, expert: u32) -> Result<u64, CudaError> {
+        match &self.experts {
+            Experts::Tiered(tiers) => tiers.place(layer, expert),
+            Experts::Resident(memory, starts) => {
+                Ok(memory.at(starts[&layer] + expert as usize * self.layout.experts[&layer].run_bytes))
             }
-            _ => self.dense.at(0),
         }
     }
 
-    /// Tells the kernels where everything is, and fills the slots.
+    /// All is written: tells the kernels where everything is.
     fn with_tables(mut self, device: &Arc<Device>, spec: &ModelSpec) -> Result<Self, CudaError> {
-        for (l, layer) in spec.layers.iter().enumerate() {
+        if let Experts::Tiered(tiers) = &mut self.experts {
+            tiers.seal()?;
+        }
+        for (l, layer) in (0u32..).zip(&spec.layers) {
             let Ffn::Moe(moe) = &layer.ffn else { continue };
-            if !self.layout.experts.contains_key(&(l as u32)) {
+            if !self.layout.experts.contains_key(&l) {
                 continue;
             }
-            let layer = LayerId(l as u32);
-            let mut table: Vec<Matrix> = (0..moe.router.experts as u32)
-                .flat_map(|e| {
-                    [Role::ExpertGate, Role::ExpertUp, Role::ExpertDown].map(|role| TensorId::expert(layer, ExpertId(e), role))
-                })
-                .map(|id| self.matrix(id))
-                .collect();
+            let table = self.placed(l, moe.router.experts as u32)?;
             let alike = |a: &Matrix, b: &Matrix| Matrix { data: 0, scales: 0, ..*a } == Matrix { data: 0, scales: 0, ..*b };
             if table.chunks_exact(3).all(|e| e.iter().zip(&table).all(|(a, b)| alike(a, b))) {
-                self.forms.insert(l as u32, [table[0], table[1], table[2]]);
+                self.forms.insert(l, [table[0], table[1], table[2]]);
             }
-            if let Experts::Tiered(tiers) = &self.experts {
-                for (slot, expert) in tiers.fill(l as u32)? {
-                    let (from, to) = (tiers.host(l as u32, expert), slot);
-                    for m in &mut table[3 * expert as usize..][..3] {
-                        let moved = |at: u64| if at == 0 { 0 } else { at - from + to };
-                        (m.data, m.scales) = (moved(m.data), moved(m.scales));
-                    }
-                }
-            }
-            let addresses: Vec<u64> = table.iter().flat_map(|m| [m.data, m.scales]).collect();
-            self.tables.insert(l as u32, (Buffer::from_slice(device, &table)?, Buffer::from_slice(device, &addresses)?));
+            self.tables.insert(l, (Buffer::from_slice(device, &table)?, Buffer::from_slice(device, &addresses(&table))?));
         }
         device.synchronize()?;
         Ok(self)
     }
 
-    /// A weight's descriptor as it was loaded; [`Matrix::NONE`] for one the model does not have.
+    /// Descriptors of a layer's experts where they lie now, `[E][gate, up, down]`.
+    fn placed(&self, layer: u32, experts: u32) -> Result<Vec<Matrix>, CudaError> {
+        let mut table = Vec::with_capacity(3 * experts as usize);
+        for e in 0..experts {
+            let base = if (e as usize) < self.layout.experts[&layer].num { self.base(layer, e)? } else { 0 };
+            let id = |role| TensorId::expert(LayerId(layer), ExpertId(e), role);
+            table.extend([Role::ExpertGate, Role::ExpertUp, Role::ExpertDown].map(|role| self.matrix_at(id(role), base)));
+        }
+        Ok(table)
+    }
+
+    /// Gives each layer so many slots and tells the kernels where everything is now; they must be done.
+    pub fn resize(&mut self, device: &Device, slots: &[usize]) -> Result<(), CudaError> {
+        let Experts::Tiered(tiers) = &mut self.experts else { return Ok(()) };
+        tiers.resize(slots)?;
+        for (&layer, (matrices, table)) in &self.tables {
+            let placed = self.placed(layer, (matrices.bytes() / size_of::<Matrix>() / 3) as u32)?;
+            device.upload(matrices, 0, &placed)?;
+            device.upload(table, 0, &addresses(&placed))?;
+        }
+        device.synchronize()
+    }
+
+    /// Descriptor of a weight that is of no expert, as it was loaded; [`Matrix::NONE`] for one the model does not have.
     pub fn matrix(&self, id: TensorId) -> Matrix {
+        debug_assert!(id.expert.is_none());
+        self.matrix_at(id, self.dense.at(0))
+    }
+
+    /// The same of any weight, wherever it lies now.
+    pub fn find(&self, id: TensorId) -> Result<Matrix, CudaError> {
+        match (id.layer, id.expert) {
+            _ if !self.layout.places.contains_key(&id) => Ok(Matrix::NONE),
+            (Some(layer), Some(expert)) => Ok(self.matrix_at(id, self.base(layer.0, expert.0)?)),
+            _ => Ok(self.matrix(id)),
+        }
+    }
+
+    fn matrix_at(&self, id: TensorId, base: u64) -> Matrix {
         let Some(place) = self.layout.places.get(&id) else { return Matrix::NONE };
-        let (form, base) = (place.form, self.base(id));
+        let form = place.form;
         Matrix {
             data: base + place.data_at as u64,
             scales: if form.scale_bytes() > 0 { base + place.scales_at as u64 } else { 0 },
@@ -445,7 +661,7 @@ impl Store {
             group: form.group as i32,
             kind: form.kind,
             scale_kind: form.scale_kind,
-            pad: 0,
+            zeros: if form.zero_bytes() > 0 { ((place.zeros_at() - place.data_at) / ZEROS_UNIT) as i32 } else { 0 },
         }
     }
 
@@ -481,6 +697,11 @@ impl Store {
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
+}
+
+/// Addresses alone, words before scales.
+fn addresses(table: &[Matrix]) -> Vec<u64> {
+    table.iter().flat_map(|m| [m.data, m.scales]).collect()
 }
 
 /// Copies runs of bytes to the device through page-locked buffers, filling one while the others travel.
@@ -540,10 +761,10 @@ impl<'a> Stager<'a> {
 mod tests {
     use super::*;
 
-    /// An expert is one run of bytes, words before scales, and no two tensors overlap.
+    /// An expert is one run of bytes, words and zero points before scales, and no two tensors overlap.
     #[test]
     fn an_expert_is_one_run_of_bytes() {
-        let form = |rows, cols| Form { rows, cols, kind: Kind::Int4, group: 32, scale_kind: Kind::Bf16 };
+        let form = |rows, cols| Form { rows, cols, kind: Kind::Int4, group: 32, scale_kind: Kind::Bf16, zero: Zero::Point };
         let expert = |e, role| TensorId::expert(LayerId(0), ExpertId(e), role);
         let all = [0, 1]
             .into_iter()
@@ -553,6 +774,7 @@ mod tests {
             let mut spans: Vec<(usize, usize)> = Vec::new();
             for (_, p) in layout.places.iter().filter(|(id, _)| keep(id)) {
                 spans.push((p.data_at, p.data_at + p.form.data_bytes()));
+                spans.push((p.zeros_at(), p.zeros_at() + p.form.zero_bytes()));
                 spans.push((p.scales_at, p.scales_at + p.form.scale_bytes()));
             }
             spans.sort_unstable();

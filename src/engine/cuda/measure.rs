@@ -38,7 +38,7 @@ pub fn rates(device: &Arc<Device>) -> Result<Rates, CudaError> {
     let grid = Grid::new([32 * device.properties().num_sm as usize, 1, 1], 256);
     let read = median(device, || plain.plain_read(grid, sink.at(0), buffer.at(0), (bytes / 16) as u64))?;
     let link = LINK_BYTES.min(bytes);
-    let pinned = Mapped::new(device, link)?;
+    let pinned = Mapped::new(device, link, None)?;
     let copy = median(device, || {
         device.current()?;
         // SAFETY: both sides hold so many bytes and outlive the measurement, which waits.

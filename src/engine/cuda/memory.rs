@@ -1,6 +1,7 @@
 //! Owners of memory: on the device, and page-locked on the host.
 
 use super::device::{CudaError, Device, During};
+use super::numa::{Nodes, Region};
 use cudarc::driver::{result, sys};
 use std::sync::Arc;
 
@@ -118,17 +119,29 @@ impl Drop for Pinned {
 
 /// Page-locked host memory with an address for kernels too, freed when dropped.
 pub(super) struct Mapped {
-    memory: Pinned,
+    memory: Locked,
     address: sys::CUdeviceptr,
 }
 
+enum Locked {
+    /// By the driver's allocation.
+    Pinned(Pinned),
+    /// After the fact.
+    Region(Registered),
+}
+
 impl Mapped {
-    /// Allocates.
-    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
-        let memory = Pinned::with_flags(device, bytes, sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE)?;
+    /// Allocates, in these parts of the host's memory if they are given and such memory can be page-locked.
+    pub fn new(device: &Arc<Device>, bytes: usize, nodes: Option<&Nodes>) -> Result<Self, CudaError> {
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        let mut memory = match nodes.and_then(|nodes| Registered::new(device, bytes, nodes)) {
+            Some(registered) => Locked::Region(registered),
+            None => Locked::Pinned(Pinned::with_flags(device, bytes, flags)?),
+        };
         let mut address = 0;
-        // SAFETY: writes one address; the memory was just allocated as mapped.
-        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, memory.pointer.cast(), 0) }
+        let pointer = memory.as_mut().as_mut_ptr();
+        // SAFETY: writes one address; the memory was just page-locked as mapped.
+        unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, pointer.cast(), 0) }
             .result()
             .during("map page-locked memory")?;
         Ok(Self { memory, address })
@@ -136,7 +149,7 @@ impl Mapped {
 
     /// Address of a byte inside, for kernels.
     pub fn at(&self, at_bytes: usize) -> u64 {
-        debug_assert!(at_bytes <= self.memory.bytes);
+        debug_assert!(at_bytes <= self.as_slice().len());
         self.address + at_bytes as u64
     }
 
@@ -147,7 +160,47 @@ impl Mapped {
 
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
-        self.memory.as_slice()
+        match &self.memory {
+            Locked::Pinned(p) => p.as_slice(),
+            Locked::Region(r) => r.region.as_slice(),
+        }
+    }
+}
+
+impl Locked {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match self {
+            Locked::Pinned(p) => p.as_mut(),
+            Locked::Region(r) => r.region.as_mut(),
+        }
+    }
+}
+
+/// Memory of our own that the driver has page-locked.
+struct Registered {
+    region: Region,
+    device: Arc<Device>,
+}
+
+impl Registered {
+    fn new(device: &Arc<Device>, bytes: usize, nodes: &Nodes) -> Option<Self> {
+        device.current().ok()?;
+        let mut region = Region::new(bytes, nodes).ok()?;
+        let all = region.as_mut();
+        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the range is the region's, which lives until it is given back in `drop`.
+        unsafe { sys::cuMemHostRegister_v2(all.as_mut_ptr().cast(), all.len(), flags) }.result().ok()?;
+        Some(Self { region, device: Arc::clone(device) })
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // SAFETY: registered in `new`, given back once, before the region is unmapped.
+        unsafe {
+            let _ = self.device.current();
+            let _ = sys::cuMemHostUnregister(self.region.as_mut().as_mut_ptr().cast());
+        }
     }
 }
 
@@ -188,6 +241,12 @@ impl Event {
         self.device.current()?;
         // SAFETY: the event lives.
         unsafe { result::event::synchronize(self.event) }.during("wait for an event")
+    }
+
+    /// Whether it is over; one never recorded is.
+    pub fn is_over(&self) -> bool {
+        // SAFETY: the event lives; events may be asked from any context.
+        unsafe { sys::cuEventQuery(self.event) == sys::CUresult::CUDA_SUCCESS }
     }
 
     /// Time since an earlier event; both must be over.

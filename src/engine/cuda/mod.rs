@@ -6,6 +6,7 @@
 mod blocks;
 pub mod budget;
 pub mod clocks;
+mod cold;
 pub mod device;
 mod exec;
 mod experts;
@@ -18,6 +19,7 @@ mod load;
 pub mod measure;
 mod memory;
 pub mod module;
+mod numa;
 mod pages;
 mod plain;
 mod rotations;
@@ -32,16 +34,18 @@ mod workspace;
 
 pub use device::{CudaError, Device, Properties};
 pub use load::LoadError;
+pub use numa::Numa;
 pub use pages::PAGE_TOKENS;
 pub use plain::Kind;
 
 use super::{Batch, EngineError, Event, Segment};
 use crate::artifact::weights::Weights;
-use crate::ids::{SeqId, TensorId};
+use crate::files::Pages;
+use crate::ids::{LayerId, SeqId, TensorId};
 use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
-use crate::tiers::{self, Policy, VramPlan};
+use crate::tiers::{self, Needs, Policy, VramPlan};
 use blocks::Ran;
 use fast::Fast;
 use fuse::Group;
@@ -50,6 +54,7 @@ use launch::DECODE_TOK;
 use load::{Layout, Residency, Store};
 use memory::{Buffer, aligned};
 use module::{Module, program};
+use numa::Nodes;
 use pages::PageTable;
 use plain::Plain;
 use rotations::Rotations;
@@ -63,9 +68,9 @@ use tiled::Tiled;
 use workspace::Workspace;
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
-pub const PLANNED_TOK: usize = 512;
+pub const PLANNED_TOK: usize = 1024;
 /// Tokens that pass through the experts at a time.
-const EXPERTS_TOK: usize = 512;
+const EXPERTS_TOK: usize = 1024;
 /// Tokens that the caches of all sequences hold before further experts get memory.
 const CACHE_TOK: usize = 4096;
 /// Largest value and latent widths of the plain attention kernels.
@@ -80,8 +85,16 @@ pub struct Options {
     pub index: usize,
     /// Most bytes of its memory to use, the driver's own included; `None`: all that is free.
     pub budget_bytes: Option<u64>,
-    /// Most bytes of page-locked host memory for experts; all have a copy there where not all have a slot.
+    /// Most bytes of page-locked host memory for experts; where that is too little for a copy of all, some slots never change hands
+    /// and need none.
     pub host_bytes: u64,
+    /// Whether experts may lie on the disk alone, where that is too little still. No command asks for it: on the one card tried, the
+    /// same model gave other tokens so than with copies in host memory, and the cause is not known.
+    pub from_disk: bool,
+    /// Which part of the host's memory they lie in.
+    pub numa: Numa,
+    /// Page-locked bytes beyond which a system is imitated that refuses more.
+    pub locked_limit: Option<u64>,
     /// How often a profile saw each expert used, `[layers with routers][E]`; empty without one.
     pub visits: Vec<Vec<u64>>,
     /// Slots of each layer with a router; `None`: as many as the budget allows.
@@ -116,6 +129,9 @@ impl Default for Options {
             index: 0,
             budget_bytes: None,
             host_bytes: u64::MAX,
+            from_disk: false,
+            numa: Numa::Off,
+            locked_limit: None,
             visits: Vec::new(),
             expert_slots: None,
             policy: None,
@@ -142,7 +158,9 @@ pub struct Engine {
     plan: Plan,
     groups: Vec<Group>,
     store: Store,
+    needs: Needs,
     vram: VramPlan,
+    notes: Vec<String>,
     /// Keys and values, or latents, of each layer; or one pool that all layers use in turn.
     caches: Vec<Cache>,
     cache_kind: Kind,
@@ -166,18 +184,19 @@ struct Cache {
 }
 
 impl Cache {
-    /// Elements of a token's row of keys.
-    fn width(attn: &Attn) -> usize {
-        match attn {
-            Attn::Gqa(a) => a.kv_heads * a.head_dim,
-            Attn::Mla(a) => a.kv_rank + a.rope,
-        }
+    /// Bytes of a page of keys, and whether there are as many of values.
+    fn page(attn: &Attn, kind: Kind) -> (usize, bool) {
+        let (width, values) = match attn {
+            Attn::Gqa(a) => (a.kv_heads * a.head_dim, true),
+            Attn::Mla(a) => (a.kv_rank + a.rope, false),
+        };
+        (PAGE_TOKENS * width * if kind == Kind::F32 { 4 } else { 2 }, values)
     }
 
     fn new(device: &Arc<Device>, attn: &Attn, num_pages: usize, kind: Kind) -> Result<Self, CudaError> {
-        let element = if kind == Kind::F32 { 4 } else { 2 };
-        let pool = || Buffer::new(device, num_pages * PAGE_TOKENS * Self::width(attn) * element);
-        Ok(Self { keys: pool()?, values: if let Attn::Gqa(_) = attn { Some(pool()?) } else { None } })
+        let (bytes, values) = Self::page(attn, kind);
+        let pool = || Buffer::new(device, num_pages * bytes);
+        Ok(Self { keys: pool()?, values: if values { Some(pool()?) } else { None } })
     }
 }
 
@@ -256,12 +275,12 @@ impl Engine {
     ) -> Result<Self, LoadError> {
         let spec = weights.spec().clone();
         let layout = Layout::of_weights(&weights);
-        let start = Start::new(&spec, &layout, &options)?;
+        let mut start = Start::new(&spec, &layout, &options)?;
         planned(
-            &start.vram,
+            &start.residency.vram,
             weights.tensors().iter().filter_map(|(id, _)| weights.get(*id)).map(|w| w.stored_bytes() as u64).sum(),
         );
-        let store = Store::load(&start.device, &weights, layout, &start.residency, loaded)?;
+        let store = Store::load(&start.device, &weights, layout, &mut start.residency, loaded)?;
         Ok(Self::assemble(start, Some(weights), spec, store, options)?)
     }
 
@@ -275,9 +294,9 @@ impl Engine {
         planned: &mut dyn FnMut(&VramPlan),
     ) -> Result<Self, CudaError> {
         let layout = Layout::of_spec(spec, format);
-        let start = Start::new(spec, &layout, &options)?;
-        planned(&start.vram);
-        let store = Store::random(&start.device, &start.plain, spec, layout, &start.residency, seed)?;
+        let mut start = Start::new(spec, &layout, &options)?;
+        planned(&start.residency.vram);
+        let store = Store::random(&start.device, &start.plain, spec, layout, &mut start.residency, seed)?;
         Self::assemble(start, None, spec.clone(), store, options)
     }
 
@@ -288,7 +307,8 @@ impl Engine {
         store: Store,
         options: Options,
     ) -> Result<Self, CudaError> {
-        let Start { device, plain, fast, plan, vram, residency: _ } = start;
+        let Start { device, plain, fast, plan, residency } = start;
+        let Residency { needs, vram, notes, .. } = residency;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
         let caches = spec.layers.iter().map(|layer| Cache::new(&device, &layer.attn, num_pages, options.cache));
@@ -309,7 +329,9 @@ impl Engine {
             groups: fuse::fuse(&plan),
             plan,
             store,
+            needs,
             vram,
+            notes,
             caches,
             cache_kind: options.cache,
             pages: PageTable::new(num_pages),
@@ -330,10 +352,9 @@ impl Engine {
         check(&spec)?;
         let plan = plan::plan(&spec);
         let num_pages = tok.div_ceil(PAGE_TOKENS) + seqs;
-        let widest = spec.layers.iter().max_by_key(|layer| Cache::width(&layer.attn));
+        let widest = spec.layers.iter().max_by_key(|layer| Cache::page(&layer.attn, Kind::F32).0);
         let caches = widest.map(|layer| Cache::new(device, &layer.attn, num_pages, Kind::F32)).into_iter();
         let work = Workspace::new(device, &plan, &spec, tok, 1)?;
-        let residency = Residency { layers: Vec::new(), slots: None, policy: None, link_limit: None };
         let bytes = Workspace::planned_bytes(&plan, &spec, PLANNED_TOK, DECODE_TOK);
         let mut tiled = Tiled::load(device, &spec)?;
         tiled.reserve(tok)?;
@@ -343,10 +364,12 @@ impl Engine {
             fast: Fast::none(),
             kernels: Kernels::Tiled,
             unfit: Vec::new(),
-            store: Store::empty(device, Layout::of_some(&weights, &[]), &residency)?,
+            store: Store::empty(device, Layout::of_some(&weights, &[]), None, &mut Residency::resident())?,
             weights: Some(weights),
             groups: fuse::fuse(&plan),
             plan,
+            needs: Needs::default(),
+            notes: Vec::new(),
             vram: VramPlan { workspace_bytes: bytes, total_bytes: bytes, budget_bytes: u64::MAX, ..VramPlan::default() },
             caches: caches.collect::<Result<_, _>>()?,
             cache_kind: Kind::F32,
@@ -365,16 +388,16 @@ impl Engine {
 
     /// Runs these tensors of `weights` from now on, and no others.
     fn attach(&mut self, weights: Arc<Weights>, ids: &[TensorId]) -> Result<(), LoadError> {
-        let residency = Residency { layers: Vec::new(), slots: None, policy: None, link_limit: None };
+        let mut residency = Residency::resident();
         // What was there goes first: both together may not fit.
-        self.store = Store::empty(&self.device, Layout::of_some(&weights, &[]), &residency)?;
-        self.store = Store::load(&self.device, &weights, Layout::of_some(&weights, ids), &residency, &mut |_| ())?;
+        self.store = Store::empty(&self.device, Layout::of_some(&weights, &[]), None, &mut residency)?;
+        self.store = Store::load(&self.device, &weights, Layout::of_some(&weights, ids), &mut residency, &mut |_| ())?;
         self.weights = Some(weights);
         Ok(())
     }
 
     /// Keys and values of a layer.
-    fn cache(&self, layer: crate::ids::LayerId) -> &Cache {
+    fn cache(&self, layer: LayerId) -> &Cache {
         &self.caches[layer.0 as usize % self.caches.len()]
     }
 
@@ -473,9 +496,7 @@ impl Engine {
             if cached != s.start {
                 return Err(EngineError::Position { seq: s.seq.0, cached, start: s.start });
             }
-            if !self.pages.reserve(s.seq, s.start + s.len) {
-                return Err(EngineError::CacheFull { capacity_tok: self.pages.capacity_tok() });
-            }
+            self.reserve(s.seq, s.start + s.len)?;
         }
         Ok(())
     }
@@ -498,24 +519,31 @@ impl Engine {
 
     /// Makes the workspace larger, within the budget. Where there is no room it keeps its size and the engine goes on.
     fn grow(&mut self, tok: usize, rows: usize) -> Result<(), EngineError> {
-        let bytes = |tok, rows| Workspace::planned_bytes(&self.plan, &self.spec, tok, rows);
         let before = (self.work.capacity_tok, self.work.capacity_rows);
-        let total = self.vram.total_bytes - bytes(PLANNED_TOK, DECODE_TOK) + bytes(tok, rows);
-        if total > self.vram.budget_bytes {
-            let free = memory::gigabytes(self.vram.budget_bytes);
-            return Err(CudaError::Memory { needed: memory::gigabytes(total), free }.into());
-        }
+        let needed = Workspace::planned_bytes(&self.plan, &self.spec, tok, rows);
+        let more = needed.saturating_sub(self.vram.workspace_bytes);
+        self.make_room(more)?;
         self.device.synchronize()?;
         self.decode.forget_graphs();
-        let sized = |tok, rows| Workspace::new(&self.device, &self.plan, &self.spec, tok, rows);
         // The old one goes first: both together may not fit.
-        self.work = sized(0, 0)?;
-        let (work, result) = match sized(tok, rows) {
-            Ok(work) => (work, Ok(())),
-            Err(error) => (sized(before.0, before.1)?, Err(error.into())),
+        self.work = self.workspace(0, 0)?;
+        let (made, result) = loop {
+            match self.workspace(tok, rows) {
+                Err(CudaError::Memory { .. }) if self.give_back(more.max(1)).is_ok() => {}
+                Err(error) => break (self.workspace(before.0, before.1)?, Err(error.into())),
+                Ok(made) => {
+                    self.vram.workspace_bytes += more;
+                    self.vram.total_bytes += more;
+                    break (made, Ok(()));
+                }
+            }
         };
-        self.work = work;
+        self.work = made;
         result
+    }
+
+    fn workspace(&self, tok: usize, rows: usize) -> Result<Workspace, CudaError> {
+        Workspace::new(&self.device, &self.plan, &self.spec, tok, rows)
     }
 
     /// Uploads tokens, positions, page tables and rotations.
@@ -656,13 +684,113 @@ impl Engine {
     }
 }
 
+/// What changes while a model runs.
+impl Engine {
+    /// Gives every layer so many slots for experts, permanent ones at least; for engines whose experts are not all on the device.
+    pub fn set_expert_slots(&mut self, slots: usize) -> Result<(), EngineError> {
+        let wanted: Vec<usize> = self.needs.layers.iter().map(|l| slots.clamp(1, l.experts)).collect();
+        let plan = self.vram.with(&self.needs, wanted, self.vram.pages);
+        if plan.total_bytes > self.vram.budget_bytes {
+            let (needed, free) = (memory::gigabytes(plan.total_bytes), memory::gigabytes(self.vram.budget_bytes));
+            return Err(CudaError::Memory { needed, free }.into());
+        }
+        self.resize(&plan.slots)
+    }
+
+    fn resize(&mut self, slots: &[usize]) -> Result<(), EngineError> {
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        self.store.resize(&self.device, slots)?;
+        if let Some(tiers) = self.store.tiers() {
+            let slots = tiers.slots().into_iter().map(|s| s.1).collect();
+            self.vram = self.vram.with(&self.needs, slots, self.vram.pages);
+        }
+        Ok(())
+    }
+
+    /// What did not go as planned since this was last asked.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notes)
+    }
+
+    /// Frees so many bytes of slots.
+    fn give_back(&mut self, bytes: u64) -> Result<(), EngineError> {
+        let before = self.vram.slots.iter().sum::<usize>();
+        let given =
+            self.tiers().and_then(|_| tiers::plan::give_back(&self.needs.layers, &self.vram.slots, &self.vram.permanent, bytes));
+        let Some(slots) = given else {
+            let needed = memory::gigabytes(self.vram.total_bytes + bytes);
+            return Err(CudaError::Memory { needed, free: memory::gigabytes(self.vram.budget_bytes) }.into());
+        };
+        self.resize(&slots)?;
+        let now = self.vram.slots.iter().sum::<usize>();
+        self.notes.push(format!("experts have {now} slots instead of {before}: the memory is needed elsewhere"));
+        Ok(())
+    }
+
+    /// Sees to it that so many bytes more are within the budget.
+    fn make_room(&mut self, bytes: u64) -> Result<(), EngineError> {
+        match (self.vram.total_bytes + bytes).saturating_sub(self.vram.budget_bytes) {
+            0 => Ok(()),
+            over => self.give_back(over),
+        }
+    }
+
+    /// Makes room for `len` tokens of a sequence; slots of experts become pages where the pool has too few.
+    pub(super) fn reserve(&mut self, seq: SeqId, len: usize) -> Result<(), EngineError> {
+        self.tiers().map_or(Ok(()), Tiers::check)?;
+        if self.pages.reserve(seq, len) {
+            return Ok(());
+        }
+        let full = EngineError::CacheFull { capacity_tok: self.pages.capacity_tok() };
+        let short = (len - self.cached(seq)).div_ceil(PAGE_TOKENS);
+        // A quarter more, so that this does not happen page by page.
+        let num_pages = self.pages.num_pages() + short.max(self.pages.num_pages() / 4);
+        if self.tiers().is_none()
+            || self.grow_cache(num_pages).is_err() && self.grow_cache(self.pages.num_pages() + short).is_err()
+        {
+            return Err(full);
+        }
+        if self.pages.reserve(seq, len) { Ok(()) } else { Err(full) }
+    }
+
+    /// Moves keys and values into a larger pool.
+    fn grow_cache(&mut self, num_pages: usize) -> Result<(), EngineError> {
+        let more = (num_pages - self.pages.num_pages()) as u64;
+        let largest = self.caches.iter().map(|c| c.keys.bytes()).max().unwrap_or(0) as u64;
+        // While it moves, one layer's keys are there twice.
+        self.make_room(more * self.needs.page_bytes + largest)?;
+        self.device.synchronize()?;
+        self.decode.forget_graphs();
+        for layer in 0..self.caches.len() {
+            let bytes = num_pages * Cache::page(&self.spec.layers[layer].attn, self.cache_kind).0;
+            loop {
+                let cache = &mut self.caches[layer];
+                let old = [Some(&mut cache.keys), cache.values.as_mut()].into_iter().flatten().find(|b| b.bytes() < bytes);
+                let Some(old) = old else { break };
+                match Buffer::new(&self.device, bytes) {
+                    Ok(new) => {
+                        self.device.copy(&new, old)?;
+                        *old = new;
+                    }
+                    Err(CudaError::Memory { .. }) => self.give_back(largest.max(1))?,
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        }
+        self.decode.widen(&self.device, num_pages.min(self.spec.max_positions.div_ceil(PAGE_TOKENS)))?;
+        self.pages.grow(num_pages);
+        self.vram = self.vram.with(&self.needs, self.vram.slots.clone(), num_pages as u64);
+        Ok(())
+    }
+}
+
 /// Everything that comes before the weights.
 struct Start {
     device: Arc<Device>,
     plain: Plain,
     fast: Fast,
     plan: Plan,
-    vram: VramPlan,
     residency: Residency,
 }
 
@@ -675,23 +803,34 @@ impl Start {
         let free = device.memory()?.0;
         let budget_bytes = options.budget_bytes.unwrap_or(free).min(free);
         let small = |e: tiers::TooSmall| CudaError::Budget { smallest_bytes: e.smallest_bytes, budget_bytes };
-        let mut vram = tiers::plan::plan(&needs, budget_bytes, options.host_bytes).map_err(small)?;
-        if let Some(slots) = options.expert_slots {
-            vram = tiers::plan::with_slots(&needs, slots, budget_bytes, options.host_bytes).map_err(small)?;
-        }
-        if vram.host_bytes < vram.needed_host_bytes {
-            let (needed_bytes, had_bytes) = (vram.needed_host_bytes, vram.host_bytes);
+        let planned = match options.expert_slots {
+            Some(slots) => tiers::plan::with_slots(&needs, slots, budget_bytes, options.host_bytes),
+            None => tiers::plan::plan(&needs, budget_bytes, options.host_bytes),
+        };
+        let vram = planned.map_err(small)?;
+        if vram.host_bytes > vram.host_budget_bytes {
+            let (needed_bytes, had_bytes) = (vram.smallest_host_bytes, vram.host_budget_bytes);
             return Err(CudaError::PageLocked { needed_bytes, had_bytes, error: "no more is allowed".into() });
         }
+        let mut notes = Vec::new();
+        let nodes = Nodes::new(options.numa, &device.properties().bus_id).unwrap_or_else(|error| {
+            notes.push(format!("--numa has no effect, the system does not allow it: {error}"));
+            None
+        });
         let residency = Residency {
-            layers: needs.layers,
-            slots: (options.expert_slots.is_some() || vram.offloaded_bytes > 0).then(|| vram.slots.clone()),
+            needs,
+            tiered: options.expert_slots.is_some() || vram.offloaded_bytes > 0,
+            vram,
             policy: options.policy,
             link_limit: options.link_limit,
+            locked_limit: options.locked_limit,
+            nodes,
+            pages: Pages::Past,
+            notes,
         };
         let plain = Plain::load(&Module::load(&device, program("plain.cu"))?)?;
         let fast = Fast::load(&device, &layout.forms())?;
-        Ok(Self { device, plain, fast, plan, vram, residency })
+        Ok(Self { device, plain, fast, plan, residency })
     }
 }
 

@@ -23,14 +23,26 @@ pub struct Source {
     pub text: &'static str,
     /// The form of weights whose kernels are wanted, for a source with kernels of many.
     pub form: Option<&'static str>,
+    /// The only target whose instructions it is written for; `None`: any.
+    pub arch: Option<&'static str>,
+}
+
+impl Source {
+    /// Whether it can be compiled for a target.
+    pub fn is_for(&self, arch: &str) -> bool {
+        self.arch.is_none_or(|only| only == arch)
+    }
 }
 
 macro_rules! source {
     ($name:literal) => {
-        Source { name: $name, text: include_str!(concat!("../../../kernels/", $name)), form: None }
+        Source { name: $name, text: include_str!(concat!("../../../kernels/", $name)), form: None, arch: None }
     };
     ($name:literal, $form:literal) => {
         Source { form: Some($form), ..source!($name) }
+    };
+    ($name:literal, $form:literal, $arch:literal) => {
+        Source { arch: Some($arch), ..source!($name, $form) }
     };
 }
 
@@ -46,6 +58,14 @@ pub const PROGRAMS: &[Source] = &[
     source!("linear.cu", "w8_c"),
     source!("linear.cu", "w16"),
     source!("router.cu"),
+    source!("wide.cu", "w4", "sm_90a"),
+    source!("wide.cu", "w4_g64", "sm_90a"),
+    source!("wide.cu", "w4_g32", "sm_90a"),
+    source!("wide.cu", "w8", "sm_90a"),
+    source!("wide.cu", "w8_g64", "sm_90a"),
+    source!("wide.cu", "w8_g32", "sm_90a"),
+    source!("wide.cu", "w8_c", "sm_90a"),
+    source!("wide.cu", "w16", "sm_90a"),
     source!("moe.cu", "w4"),
     source!("moe.cu", "w4_g64"),
     source!("moe.cu", "w4_g32"),
@@ -65,6 +85,8 @@ pub const PROGRAMS: &[Source] = &[
 /// Files they include.
 pub const HEADERS: &[Source] = &[
     source!("common/base.cuh"),
+    source!("common/forms.cuh"),
+    source!("common/linear.cuh"),
     source!("common/matrix.cuh"),
     source!("common/mma.cuh"),
     source!("common/planes.cuh"),
@@ -82,7 +104,7 @@ pub(super) fn program(name: &str) -> &'static Source {
 }
 
 /// Targets that every kernel must compile for.
-pub const ARCHES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"];
+pub const ARCHES: [&str; 5] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"];
 
 const FLAGS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
 

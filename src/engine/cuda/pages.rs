@@ -28,6 +28,17 @@ impl PageTable {
         Self { free: (0..num_pages as u32).rev().collect(), num_pages, sequences: HashMap::new(), changed: false }
     }
 
+    /// Pages of the pool.
+    pub fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    /// Adds pages to the pool, up to so many.
+    pub fn grow(&mut self, num_pages: usize) {
+        self.free.splice(0..0, (self.num_pages as u32..num_pages as u32).rev());
+        self.num_pages = self.num_pages.max(num_pages);
+    }
+
     /// Tokens that all pages together hold.
     pub fn capacity_tok(&self) -> usize {
         self.num_pages * PAGE_TOKENS
@@ -94,5 +105,8 @@ mod tests {
         assert_eq!(all, [0, 1, 2, 3]);
         table.release(SeqId(0));
         assert!(table.reserve(SeqId(2), 32) && !table.reserve(SeqId(3), 1));
+        table.grow(6);
+        assert!(table.reserve(SeqId(3), 20) && !table.reserve(SeqId(3), 33));
+        assert_eq!((table.pages(SeqId(3)), table.capacity_tok()), (&[4, 5][..], 96));
     }
 }

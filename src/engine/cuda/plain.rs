@@ -36,14 +36,14 @@ pub struct Matrix {
     pub kind: Kind,
     /// Stored scales.
     pub scale_kind: Kind,
-    /// Fills the last eight bytes.
-    pub pad: i32,
+    /// Where the zero points begin, in units of 16 bytes from `data`; 0: the middle code is zero.
+    pub zeros: i32,
 }
 
 impl Matrix {
     /// No weight.
     pub const NONE: Matrix =
-        Matrix { data: 0, scales: 0, rows: 0, cols: 0, group: 1, kind: Kind::F32, scale_kind: Kind::F32, pad: 0 };
+        Matrix { data: 0, scales: 0, rows: 0, cols: 0, group: 1, kind: Kind::F32, scale_kind: Kind::F32, zeros: 0 };
 }
 
 /// Where the tokens of a batch keep their keys and values; `Pages` in `plain.cu`.

@@ -1,28 +1,44 @@
-//! Experts that are not all in device memory: slots on the device, everything in host memory, and the kernel that moves experts
-//! between them inside the decode graph by the rule of `crate::tiers`.
+//! Experts that are not all in device memory: slots on the device, copies in host memory, the rest on the disk, and the kernel that
+//! moves experts from host memory into slots inside the decode graph by the rule of `crate::tiers`.
+//!
+//! Where some experts are on the disk alone, a step leaves the graph: after each router the host sees which experts were chosen,
+//! reads those that are nowhere else into host memory, by the same rule, and the rest of the layer follows.
 
-use super::device::CudaError;
-use super::device::{Device, During};
-use super::fast::{FetchArgs, SLOT_BYTES, WaveArgs};
+use super::cold::{Ahead, Cold, Piece};
+use super::device::{CudaError, Device};
+use super::fast::{Arrivals, FetchArgs, PlaceArgs, SLOT_BYTES, WaveArgs};
+use super::launch::{self, Grid, Limits};
 use super::load::Residency;
-use super::memory::Buffer;
-use super::transfer::{HostRuns, Ring};
+use super::memory::{ALIGN, Buffer};
+use super::transfer::{HostRuns, Ring, Staged};
+use crate::files::{ReadError, Scratch};
 use crate::tiers::policy::{VISIT, first_scores};
 use crate::tiers::{Layer, Policy};
-use cudarc::driver::result;
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
-/// Most experts of a layer; `MOST` in `tiers.cu`.
+/// Most experts of a layer; `MOST_MOVES` in `routing.cuh`.
 const MOST_EXPERTS: usize = 1024;
+/// What the driver rounds large allocations up to.
+const ALLOCATION_BYTES: usize = 2 << 20;
 /// Bytes of half a ring; a few milliseconds of a link.
 const HALF_RING_BYTES: usize = 128 << 20;
-/// Counters of the kernel, and where they are among its cells: behind the arrivals.
-const NUM_STATS: usize = 6;
-const STATS_AT: usize = 8;
+/// Counters of the kernel.
+const NUM_STATS: usize = 7;
+/// Its cells: blocks that have read the state, whose turn it is, waits of the products, counters, pieces that are there.
+const TURN_AT: usize = 4;
+const WAITED_AT: usize = 8;
+const STATS_AT: usize = WAITED_AT + 4 * 4;
+const ARRIVED_AT: usize = STATS_AT + 8 * NUM_STATS;
+const CELL_BYTES: usize = ARRIVED_AT + 4 * 4 * MOST_EXPERTS;
+/// Where an expert is said to lie that has no copy in host memory: nothing is ever there, and nothing may read it.
+const NOWHERE: u64 = ALIGN as u64;
+/// In the place of an expert: none.
+const NOBODY: u32 = u32::MAX;
 
 /// The decay that the kernel takes, 0 for none, and what a visit adds to a score.
 fn decay_and_rise(policy: Policy) -> (u32, u32) {
@@ -40,6 +56,15 @@ pub struct ExpertRuns {
     pub num: usize,
     /// Bytes of each: the layer's largest.
     pub run_bytes: usize,
+    /// First byte and end of what the second half alone reads; nothing where experts differ.
+    pub late: (usize, usize),
+}
+
+/// The halves of the experts: gate and up, then down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Half {
+    First,
+    Second,
 }
 
 /// What went over the link in steps, summed over all layers; waves of prompts are not counted.
@@ -53,10 +78,18 @@ pub struct Traffic {
     pub direct: u64,
     /// Bytes of both.
     pub bytes: u64,
-    /// Time in which nothing but fetching was done, nanoseconds.
+    /// Time in which bytes were on their way, nanoseconds.
+    pub busy_ns: u64,
+    /// Of that, time in which the products had nothing else to do.
     pub stall_ns: u64,
     /// Layers times steps.
     pub steps: u64,
+    /// Experts read from the disk, those of prompts too.
+    pub disk_experts: u64,
+    /// Their bytes.
+    pub disk_bytes: u64,
+    /// Time in which nothing but waiting for them was done, nanoseconds.
+    pub disk_ns: u64,
 }
 
 impl Traffic {
@@ -67,7 +100,7 @@ impl Traffic {
 
     /// Bytes a second while fetching.
     pub fn link_bytes_s(&self) -> f64 {
-        1e9 * self.bytes as f64 / self.stall_ns.max(1) as f64
+        1e9 * self.bytes as f64 / self.busy_ns.max(1) as f64
     }
 }
 
@@ -80,8 +113,12 @@ impl std::ops::Add for Traffic {
             fetched: self.fetched + other.fetched,
             direct: self.direct + other.direct,
             bytes: self.bytes + other.bytes,
+            busy_ns: self.busy_ns + other.busy_ns,
             stall_ns: self.stall_ns + other.stall_ns,
             steps: self.steps + other.steps,
+            disk_experts: self.disk_experts + other.disk_experts,
+            disk_bytes: self.disk_bytes + other.disk_bytes,
+            disk_ns: self.disk_ns + other.disk_ns,
         }
     }
 }
@@ -89,45 +126,109 @@ impl std::ops::Add for Traffic {
 /// Slots of a layer and what the kernel knows of them.
 struct LayerSlots {
     runs: ExpertRuns,
+    /// Its experts among those of all layers, and its part of `Tiers::owners`.
     first_run: usize,
     num_slots: usize,
+    /// Slots whose experts never leave, the first.
+    permanent: usize,
     policy: Policy,
-    slots_at: usize,
-    /// Where its part of `Tiers::owners` begins.
-    first_slot: usize,
+    /// Experts by use.
+    ranked: Vec<u16>,
+    slots: Buffer,
     /// Scores, last visits, steps.
     score: Buffer,
     visited: Buffer,
     now: Buffer,
-    /// Where each expert is in host memory.
+    /// Where each expert's copy is in host memory.
     host: Buffer,
 }
 
-/// All experts in host memory and some on the device.
+impl LayerSlots {
+    fn slot(&self, slot: usize) -> u64 {
+        self.slots.at(slot * self.runs.run_bytes)
+    }
+}
+
+/// Copies of a layer's experts in host memory.
+struct Copies {
+    /// Its first run of `HostSide::runs`.
+    first: usize,
+    /// Which expert each is of, and who goes when another comes.
+    rule: Twin,
+    /// Copy of each expert.
+    of: Vec<Option<u32>>,
+}
+
+/// What the host holds.
+struct HostSide {
+    runs: HostRuns,
+    layers: HashMap<u32, Copies>,
+    ahead: Option<Ahead<Staged>>,
+    disk: Disk,
+}
+
+impl HostSide {
+    fn run(&self, layer: u32, expert: u32) -> Option<usize> {
+        let copies = &self.layers[&layer];
+        copies.of[expert as usize].map(|c| copies.first + c as usize)
+    }
+
+    fn address(&self, layer: u32, expert: u32) -> u64 {
+        self.run(layer, expert).map_or(NOWHERE, |run| self.runs.at(run))
+    }
+}
+
+/// What was read from the disk.
+#[derive(Clone, Copy, Debug, Default)]
+struct Disk {
+    experts: u64,
+    bytes: u64,
+    ns: u64,
+}
+
+/// Where experts are read from that are neither in a slot nor in host memory.
+pub(super) enum Backing {
+    /// Every expert is in one of both.
+    None,
+    /// Files.
+    Files(Arc<Cold>),
+    /// A file that is filled while the model loads.
+    Filling(Scratch),
+}
+
+/// What the kernel takes that tells which copies came or went, and whether those that were to come did.
+type Brought = (PlaceArgs, Result<(), ReadError>);
+
+/// Experts in slots on the device, in host memory, and on the disk.
 pub struct Tiers {
     device: Arc<Device>,
-    host: HostRuns,
-    slots: Buffer,
-    /// Expert of every slot, layer by layer.
+    host: RefCell<HostSide>,
+    /// Expert of every slot, room for all experts of each layer.
     owners: Buffer,
-    layers: HashMap<u32, LayerSlots>,
+    layers: BTreeMap<u32, LayerSlots>,
+    backing: Backing,
     /// Arrivals, then the counters.
     cells: Buffer,
     ring: Ring,
-    /// A wave's part of the list of experts, and its length.
-    wave: Buffer,
+    /// The list that the products take: those that are there first, or a wave's part, with its length.
+    list: Buffer,
     num_wave: Buffer,
+    /// Copies that came or went.
+    moves: Buffer,
     /// The owners as last asked for; `None` once a kernel may have moved any.
     known: RefCell<Option<Vec<u32>>>,
     ns_per_byte: f32,
+    /// A layer has lost its slots.
+    lost: bool,
 }
 
 impl Tiers {
-    /// Makes room for the experts of each layer on the host, and for so many of each on the device.
+    /// Makes room for the experts of each layer, as planned.
     pub(super) fn new(
         device: &Arc<Device>,
         layers: &BTreeMap<u32, ExpertRuns>,
         residency: &Residency,
+        backing: Backing,
     ) -> Result<Self, CudaError> {
         if let Some((layer, runs)) = layers.iter().find(|(_, r)| r.num > MOST_EXPERTS) {
             let num = runs.num;
@@ -135,98 +236,182 @@ impl Tiers {
                 "layer {layer} has {num} experts, at most {MOST_EXPERTS} can be kept outside of the GPU's memory"
             )));
         }
-        let runs = layers.values().flat_map(|r| std::iter::repeat_n(r.run_bytes, r.num)).collect();
-        let host = HostRuns::new(device, runs)?;
-        let cells = Buffer::new(device, STATS_AT + 8 * NUM_STATS)?;
+        let plan = &residency.vram;
+        let copies = layers.values().zip(&plan.host_slots).flat_map(|(r, &n)| std::iter::repeat_n(r.run_bytes, n));
+        let runs = HostRuns::new(device, copies.collect(), residency.nodes.as_ref(), residency.locked_limit)?;
+        let mut host = HostSide { runs, layers: HashMap::new(), ahead: None, disk: Disk::default() };
+        let cells = Buffer::new(device, CELL_BYTES)?;
         cells.clear()?;
-        let (mut slots_at, mut first_run, mut owners) = (0, 0, Vec::new());
-        let mut states = HashMap::new();
-        let of = residency.layers.iter().zip(residency.slots.iter().flatten());
-        for ((&layer, &runs), (traffic, &num_slots)) in layers.iter().zip(of) {
-            let num_slots = num_slots.clamp(1, runs.num);
+        let (mut first_run, mut first_copy) = (0, 0);
+        let (mut owners, mut states) = (Vec::new(), BTreeMap::new());
+        for (i, (&layer, &runs)) in layers.iter().enumerate() {
+            let (traffic, num_slots, permanent) = (&residency.needs.layers[i], plan.slots[i], plan.permanent[i]);
             let policy = residency.policy.unwrap_or(Policy::lrfu(traffic.experts, traffic.top_k));
-            let first: Vec<u32> = traffic.residents(num_slots).into_iter().map(u32::from).collect();
-            let addresses: Vec<u64> = (0..runs.num).map(|e| host.at(first_run + e)).collect();
+            let ranked = traffic.ranked();
+            let mut of = vec![None; runs.num];
+            let copied: Vec<u32> = ranked[permanent..][..plan.host_slots[i]].iter().map(|&e| u32::from(e)).collect();
+            copied.iter().zip(0..).for_each(|(&e, copy)| of[e as usize] = Some(copy));
+            let rule = Twin { owner: copied, ..Twin::new(policy, traffic, 0) };
+            host.layers.insert(layer, Copies { first: first_copy, rule, of });
+            let addresses: Vec<u64> = (0..runs.num as u32).map(|e| host.address(layer, e)).collect();
+            let mut owner = vec![0; runs.num];
+            owner.iter_mut().zip(&ranked[..num_slots]).for_each(|(o, &e)| *o = u32::from(e));
+            owners.extend(owner);
             let state = LayerSlots {
                 runs,
                 first_run,
                 num_slots,
-                slots_at,
+                permanent,
                 policy,
-                first_slot: owners.len(),
+                ranked,
+                slots: Buffer::new(device, num_slots * runs.run_bytes)?,
                 score: Buffer::from_slice(device, &first_scores(policy, traffic))?,
                 visited: Buffer::from_slice(device, &vec![0u32; runs.num])?,
                 now: Buffer::from_slice(device, &[0u32])?,
                 host: Buffer::from_slice(device, &addresses)?,
             };
             states.insert(layer, state);
-            owners.extend_from_slice(&first);
-            slots_at += num_slots * runs.run_bytes;
             first_run += runs.num;
+            first_copy += plan.host_slots[i];
         }
-        let slots = Buffer::new(device, slots_at)?;
-        let ring = Ring::new(device, half_ring_bytes(layers.values()))?;
+        if let Backing::Files(cold) = &backing {
+            host.ahead = Some(Ahead::new(cold, rooms(device, layers.values())?));
+        }
         let most = layers.values().map(|r| r.num).max().unwrap_or(0);
-        let (wave, num_wave) = (Buffer::new(device, most * SLOT_BYTES)?, Buffer::new(device, 4)?);
-        let (owners, known) = (Buffer::from_slice(device, &owners)?, RefCell::new(None));
-        let ns_per_byte = residency.link_limit.map_or(0.0, |rate| (1e9 / rate) as f32);
-        Ok(Self {
+        let tiers = Self {
             device: Arc::clone(device),
-            host,
-            slots,
-            owners,
+            host: RefCell::new(host),
+            owners: Buffer::from_slice(device, &owners)?,
             layers: states,
+            backing,
             cells,
-            ring,
-            wave,
-            num_wave,
-            known,
-            ns_per_byte,
-        })
+            ring: Ring::new(device, half_ring_bytes(layers.values()))?,
+            list: Buffer::new(device, most * SLOT_BYTES)?,
+            num_wave: Buffer::new(device, 4)?,
+            moves: Buffer::new(device, 2 * 24 * most)?,
+            known: RefCell::new(Some(owners)),
+            ns_per_byte: residency.link_limit.map_or(0.0, |rate| (1e9 / rate) as f32),
+            lost: false,
+        };
+        Ok(tiers)
     }
 
-    /// Address of an expert in host memory.
-    pub(super) fn host(&self, layer: u32, expert: u32) -> u64 {
-        self.host.at(self.layers[&layer].first_run + expert as usize)
+    /// Slots of a layer and the byte at which an expert's begins, if it has one.
+    pub(super) fn slot(&self, layer: u32, expert: u32) -> Result<Option<(&Buffer, usize)>, CudaError> {
+        self.know()?;
+        let (state, known) = (&self.layers[&layer], self.known.borrow());
+        let mut owners = known.iter().flat_map(|o| &o[state.first_run..][..state.num_slots]);
+        Ok(owners.position(|&o| o == expert).map(|slot| (&state.slots, slot * state.runs.run_bytes)))
     }
 
-    /// Fills part of an expert's run in host memory.
-    pub(super) fn write(&mut self, layer: u32, expert: u32, at: usize, src: &[u8]) {
-        self.host.write(self.layers[&layer].first_run + expert as usize, at, src);
+    /// Address of an expert's copy in host memory, if it has one.
+    pub(super) fn copy(&self, layer: u32, expert: u32) -> Option<u64> {
+        let host = self.host.borrow();
+        host.run(layer, expert).map(|run| host.runs.at(run))
     }
 
-    /// Copies the first residents of a layer to its slots; returns the address of each and its expert.
-    pub(super) fn fill(&self, layer: u32) -> Result<Vec<(u64, u32)>, CudaError> {
+    /// Where the kernels find an expert: in its slot, in host memory, or at an address at which nothing lies.
+    pub(super) fn place(&self, layer: u32, expert: u32) -> Result<u64, CudaError> {
+        let slot = self.slot(layer, expert)?.map(|(slots, at)| slots.at(at));
+        Ok(slot.unwrap_or_else(|| self.host.borrow().address(layer, expert)))
+    }
+
+    /// Fills part of an expert's run, wherever it lies but in a slot.
+    pub(super) fn write(&mut self, layer: u32, expert: u32, at: usize, src: &[u8]) -> Result<(), CudaError> {
         let state = &self.layers[&layer];
-        let residents = self.residents(layer)?;
-        let each = residents.into_iter().enumerate().map(|(slot, expert)| {
-            let to = self.slots.at(state.slots_at + slot * state.runs.run_bytes);
-            let from = self.host.bytes(state.first_run + expert as usize);
-            // SAFETY: the slot has the length of the run; the run lives as long as `self` and is not written any more.
-            unsafe { result::memcpy_htod_async(to, from, self.device.stream()) }.during("copy experts")?;
-            Ok((to, expert))
-        });
-        each.collect()
+        if let Backing::Filling(scratch) = &mut self.backing {
+            scratch.write_at(start_of(&self.layers, state.first_run + expert as usize) + at as u64, src)?;
+        }
+        let host = self.host.get_mut();
+        if let Some(run) = host.run(layer, expert) {
+            host.runs.write(run, at, src);
+        }
+        Ok(())
     }
 
-    /// What the kernel takes for a layer; `ids` are the `num_pairs` choices, `list` is the router's or null, `table` and
-    /// `matrices` are the layer's addresses and descriptors. `None` if all its experts are in slots.
+    /// Whether what is written is also to be read again from a file of its own.
+    pub(super) fn is_filling(&self) -> bool {
+        matches!(self.backing, Backing::Filling(_))
+    }
+
+    /// All has been written.
+    pub(super) fn seal(&mut self) -> Result<(), CudaError> {
+        if let Backing::Filling(scratch) = &self.backing {
+            let (mut pieces, mut at) = (Vec::new(), 0);
+            for runs in self.layers.values().map(|s| s.runs) {
+                for _ in 0..runs.num {
+                    pieces.push(vec![Piece { file: 0, at, len: runs.run_bytes, to: 0 }]);
+                    at += runs.run_bytes as u64;
+                }
+            }
+            let cold = Arc::new(Cold::new(vec![scratch.reader()?], pieces).map_err(threads)?);
+            let rooms = rooms(&self.device, self.layers.values().map(|s| &s.runs))?;
+            self.host.get_mut().ahead = Some(Ahead::new(&cold, rooms));
+            self.backing = Backing::Files(cold);
+        }
+        Ok(())
+    }
+
+    /// Whether experts may have to be read from the disk, which a graph cannot wait for.
+    pub(super) fn reads(&self) -> bool {
+        !matches!(self.backing, Backing::None)
+    }
+
+    /// Fails if a layer has lost its slots.
+    pub(super) fn check(&self) -> Result<(), CudaError> {
+        let lost = || CudaError::Memory { needed: "more".into(), free: "none for a layer that gave its slots back".into() };
+        if self.lost { Err(lost()) } else { Ok(()) }
+    }
+
+    /// Whether some experts of a layer have no slot.
+    pub(super) fn lacks(&self, layer: u32) -> bool {
+        self.layers.get(&layer).is_some_and(|s| s.num_slots < s.runs.num)
+    }
+
+    /// How the kernel is launched for a layer.
+    pub(super) fn grid(&self, layer: u32, limits: Limits) -> Grid {
+        self.layers.get(&layer).map_or(Grid::new([0, 0, 0], 0), |s| launch::fetch(s.runs.num, s.num_slots, limits))
+    }
+
+    /// The list that the products take after it.
+    pub(super) fn list(&self) -> u64 {
+        self.list.at(0)
+    }
+
+    /// What products need that run beside it.
+    pub(super) fn arrivals(&self, layer: u32, half: Half) -> Arrivals {
+        let Some(ExpertRuns { run_bytes, late, .. }) = self.layers.get(&layer).map(|s| s.runs) else { return Arrivals::ZERO };
+        let (at, bytes) = match half {
+            Half::First => (0, run_bytes - (late.1 - late.0)),
+            Half::Second => (1, late.1 - late.0),
+        };
+        Arrivals {
+            pieces: self.cells.at(ARRIVED_AT + at * 4 * MOST_EXPERTS),
+            waited: self.cells.at(WAITED_AT + at * 4),
+            needed: launch::fetch_pieces(bytes) as i32,
+            pad: 0,
+        }
+    }
+
+    /// What the kernel takes for a layer; `ids` are the `num_pairs` choices, the list is the router's or null, with its length, the tables
+    /// are the layer's addresses and descriptors, `beside`: the products run beside it. `None` if all its experts are in slots.
     pub(super) fn fetch(
         &self,
         layer: u32,
-        ids: u64,
-        num_pairs: usize,
-        list: u64,
-        table: u64,
-        matrices: u64,
+        (ids, num_pairs): (u64, usize),
+        (list, num_slots): (u64, u64),
+        (table, matrices): (u64, u64),
+        beside: bool,
     ) -> Option<FetchArgs> {
-        let state = self.layers.get(&layer).filter(|s| s.num_slots < s.runs.num)?;
+        let state = self.layers.get(&layer).filter(|_| self.lacks(layer))?;
         self.forget();
         let (shift, rise) = decay_and_rise(state.policy);
         Some(FetchArgs {
             ids,
             list,
-            owner: self.owners.at(4 * state.first_slot),
+            ready: self.list.at(0),
+            num_slots,
+            owner: self.owners.at(4 * state.first_run),
             score: state.score.at(0),
             visited: state.visited.at(0),
             now: state.now.at(0),
@@ -234,16 +419,77 @@ impl Tiers {
             table,
             matrices,
             counter: self.cells.at(0),
+            turn: self.cells.at(TURN_AT),
+            arrived: self.cells.at(ARRIVED_AT),
+            waited: if beside { self.cells.at(WAITED_AT) } else { 0 },
             stats: self.cells.at(STATS_AT),
-            slots: self.slots.at(state.slots_at),
+            slots: state.slot(0),
             num_pairs: num_pairs as i32,
             e: state.runs.num as i32,
             s: state.num_slots as i32,
+            permanent: state.permanent as i32,
             run_bytes: state.runs.run_bytes as i32,
+            late: state.runs.late.0 as i32,
+            late_end: state.runs.late.1 as i32,
             shift: shift as i32,
             rise: rise as i32,
             ns_per_byte: self.ns_per_byte,
         })
+    }
+
+    /// Choices of a layer that may be brought into host memory at a time.
+    pub(super) fn most_pairs(&self, layer: u32) -> usize {
+        let copies = self.host.borrow().layers.get(&layer).map(|c| c.rule.owner.len());
+        copies.filter(|_| self.reads()).unwrap_or(usize::MAX)
+    }
+
+    /// Reads those of a step's experts that are neither in a slot nor in host memory, and waits for them. Returns what the kernel
+    /// takes that tells the others, if there were any, and whether they came: where they did not, what had to make room for them
+    /// is gone all the same, and the kernel has to say so before anything else runs. The kernels before it must be done.
+    pub(super) fn bring(
+        &self,
+        layer: u32,
+        ids: &[u32],
+        list: (u64, u64),
+        table: u64,
+        matrices: u64,
+    ) -> Result<Option<Brought>, CudaError> {
+        let (Backing::Files(cold), Some(state)) = (&self.backing, self.layers.get(&layer)) else { return Ok(None) };
+        let mut in_slot = vec![false; state.runs.num];
+        self.residents(layer)?.into_iter().for_each(|e| in_slot[e as usize] = true);
+        let host = &mut *self.host.borrow_mut();
+        let Some(copies) = host.layers.get_mut(&layer) else { return Ok(None) };
+        let before = copies.rule.owner.clone();
+        let (_, mut moves) = copies.rule.step_beside(ids, |e| in_slot[e as usize]);
+        if moves.is_empty() {
+            return Ok(None);
+        }
+        moves.sort_unstable();
+        let runs: Vec<usize> = moves.iter().map(|m| copies.first + m.0).collect();
+        let began = Instant::now();
+        let jobs = moves.iter().map(|m| state.first_run + m.1 as usize).zip(host.runs.some_mut(&runs));
+        let read = cold.read_all(jobs.collect());
+        let mut told: Vec<u64> = Vec::new();
+        for (&(copy, expert), &run) in moves.iter().zip(&runs) {
+            if let Some(left) = Some(before[copy]).filter(|&e| e != NOBODY) {
+                copies.of[left as usize] = None;
+                told.extend([u64::from(left), NOWHERE, u64::from(in_slot[left as usize])]);
+            }
+            if read.is_ok() {
+                copies.of[expert as usize] = Some(copy as u32);
+                told.extend([u64::from(expert), host.runs.at(run), 0]);
+            } else {
+                copies.rule.owner[copy] = NOBODY;
+            }
+        }
+        host.disk.experts += moves.len() as u64;
+        host.disk.bytes += (moves.len() * state.runs.run_bytes) as u64;
+        host.disk.ns += began.elapsed().as_nanos() as u64;
+        self.device.upload(&self.moves, 0, &told)?;
+        let (list, num_slots) = list;
+        let (moves, num_moves) = (self.moves.at(0), (told.len() / 3) as i32);
+        let args = PlaceArgs { moves, host: state.host.at(0), table, matrices, list, num_slots, num_moves };
+        Ok(Some((args, read)))
     }
 
     /// What is known of the slots no longer holds.
@@ -251,26 +497,46 @@ impl Tiers {
         *self.known.borrow_mut() = None;
     }
 
-    /// Ranges of a layer's experts that together are all of them, each with no more missing ones than half a ring holds; `None` if
-    /// `num_pairs` choices are too few to need most of them.
-    pub(super) fn waves(&self, layer: u32, num_pairs: usize) -> Result<Option<Vec<Range<usize>>>, CudaError> {
-        let Some(state) = self.layers.get(&layer).filter(|s| num_pairs >= s.runs.num && s.num_slots < s.runs.num) else {
-            return Ok(None);
-        };
+    /// Asks who is in the slots, once the kernels are done, unless it is known.
+    fn know(&self) -> Result<(), CudaError> {
         if self.known.borrow().is_none() {
             let mut owners = vec![0u32; self.owners.bytes() / 4];
             self.device.download(&mut owners, &self.owners, 0)?;
             *self.known.borrow_mut() = Some(owners);
         }
+        Ok(())
+    }
+
+    /// Ranges of a layer's experts that together are all of them, each with no more missing ones than half a ring holds; `None` if
+    /// `num_pairs` choices of a prompt are too few to need most of them, and not too many to be brought into host memory.
+    pub(super) fn waves(&self, layer: u32, num_pairs: usize, decode: bool) -> Result<Option<Vec<Range<usize>>>, CudaError> {
+        let Some(state) = self.layers.get(&layer).filter(|s| s.num_slots < s.runs.num) else { return Ok(None) };
+        if num_pairs <= self.most_pairs(layer) && (decode || num_pairs < state.runs.num) {
+            return Ok(None);
+        }
+        self.know()?;
         let missing = self.missing(layer, 0..state.runs.num);
+        self.read_ahead(layer);
         Ok(Some(waves(&missing, state.runs.num, (self.ring.half_bytes() / state.runs.run_bytes).max(1))))
+    }
+
+    /// Has what prompts need of a layer and of the one behind it read, where it is on the disk alone.
+    fn read_ahead(&self, layer: u32) {
+        let cold = |layer: u32, host: &HostSide| -> Vec<usize> {
+            let state = &self.layers[&layer];
+            let missing = self.missing(layer, 0..state.runs.num).into_iter();
+            missing.filter(|&e| host.run(layer, e as u32).is_none()).map(|e| state.first_run + e).collect()
+        };
+        let host = &mut *self.host.borrow_mut();
+        let runs: Vec<usize> = self.layers.range(layer..).take(2).flat_map(|(&l, _)| cold(l, host)).collect();
+        host.ahead.iter_mut().for_each(|ahead| ahead.plan(&runs));
     }
 
     /// Experts of a range that have no slot, as far as is known.
     fn missing(&self, layer: u32, range: Range<usize>) -> Vec<usize> {
         let (state, known) = (&self.layers[&layer], self.known.borrow());
         let mut there = vec![false; state.runs.num];
-        let residents = known.iter().flat_map(|owners| &owners[state.first_slot..][..state.num_slots]);
+        let residents = known.iter().flat_map(|owners| &owners[state.first_run..][..state.num_slots]);
         residents.for_each(|&e| there[e as usize] = true);
         range.filter(|&e| !there[e]).collect()
     }
@@ -285,15 +551,22 @@ impl Tiers {
         num_slots: u64,
     ) -> Result<Option<(WaveArgs, u64, u64)>, CudaError> {
         let Some(state) = self.layers.get(&layer) else { return Ok(None) };
-        let missing = self.missing(layer, range.clone());
-        let stage = self.ring.fill(missing.iter().map(|e| self.host.bytes(state.first_run + e)))?;
-        let (wave, num_wave) = (self.wave.at(0), self.num_wave.at(0));
+        let stage = self.ring.begin()?;
+        let host = &mut *self.host.borrow_mut();
+        for expert in self.missing(layer, range.clone()) {
+            match host.run(layer, expert as u32) {
+                Some(run) => self.ring.push(host.runs.bytes(run))?,
+                None => self.push_cold(state, expert, host)?,
+            }
+        }
+        self.ring.end()?;
+        let (wave, num_wave) = (self.list.at(0), self.num_wave.at(0));
         let args = WaveArgs {
             list,
             num_slots,
             wave,
             num_wave,
-            owner: self.owners.at(4 * state.first_slot),
+            owner: self.owners.at(4 * state.first_run),
             host: state.host.at(0),
             stage,
             s: state.num_slots as i32,
@@ -305,23 +578,84 @@ impl Tiers {
         Ok(Some((args, wave, num_wave)))
     }
 
+    /// Appends an expert to the ring that is on the disk alone.
+    fn push_cold(&self, state: &LayerSlots, expert: usize, host: &mut HostSide) -> Result<(), CudaError> {
+        let began = Instant::now();
+        let room = host.ahead.as_mut().and_then(|ahead| ahead.take(state.first_run + expert));
+        let room = room.ok_or_else(|| threads("a thread that reads experts is gone"))??;
+        host.disk.ns += began.elapsed().as_nanos() as u64;
+        host.disk.experts += 1;
+        host.disk.bytes += state.runs.run_bytes as u64;
+        self.ring.push(&room.as_slice()[..state.runs.run_bytes])?;
+        room.release(self.device.copy_stream())?;
+        if let Some(ahead) = &mut host.ahead {
+            ahead.give_back(room);
+        }
+        Ok(())
+    }
+
     /// The kernels launched so far are the last to read the wave that was sent.
     pub(super) fn sent(&self) -> Result<(), CudaError> {
         self.ring.release()
     }
 
+    /// Gives each layer so many slots, from the permanent ones to one for each expert; what stays in one, stays. Where another
+    /// process has taken what was freed it makes do with fewer. The kernels must be done, and all addresses of slots are new.
+    pub(super) fn resize(&mut self, slots: &[usize]) -> Result<(), CudaError> {
+        self.know()?;
+        self.lost = true;
+        let mut owners = self.known.take().unwrap_or_default();
+        for ((&layer, state), &wanted) in self.layers.iter_mut().zip(slots) {
+            let wanted = wanted.clamp(state.permanent.max(1), state.runs.num);
+            if wanted == state.num_slots {
+                continue;
+            }
+            let owner = &mut owners[state.first_run..][..state.runs.num];
+            let mut stays: Vec<u32> = owner[..state.num_slots.min(wanted)].to_vec();
+            let others = state.ranked.iter().map(|&e| u32::from(e)).filter(|e| !owner[..state.num_slots].contains(e));
+            stays.extend(others.take(wanted - stays.len()));
+            let host = self.host.get_mut();
+            // What has a copy comes from there, what has a slot only waits in ordinary memory while the slots are made anew.
+            let mut kept: HashMap<u32, Vec<u8>> = HashMap::new();
+            for (slot, &expert) in stays.iter().enumerate().filter(|s| host.run(layer, *s.1).is_none()) {
+                let mut bytes = vec![0; state.runs.run_bytes];
+                match &self.backing {
+                    _ if slot < state.num_slots => self.device.download(&mut bytes, &state.slots, slot * state.runs.run_bytes)?,
+                    Backing::Files(cold) => cold.read_all(vec![(state.first_run + expert as usize, &mut bytes)])?,
+                    _ => return Err(threads("an expert without a slot has no copy")),
+                }
+                kept.insert(expert, bytes);
+            }
+            state.slots = Buffer::new(&self.device, 0)?;
+            let (made, room) = fewer(wanted, state.permanent.max(1), |n| Buffer::new(&self.device, n * state.runs.run_bytes))?;
+            (state.num_slots, state.slots) = (made, room);
+            stays.truncate(made);
+            for (slot, expert) in stays.iter().enumerate() {
+                let bytes = match host.run(layer, *expert) {
+                    Some(run) => host.runs.bytes(run),
+                    None => &kept[expert],
+                };
+                self.device.upload(&state.slots, slot * state.runs.run_bytes, bytes)?;
+            }
+            owner[..made].copy_from_slice(&stays);
+        }
+        self.device.upload(&self.owners, 0, &owners)?;
+        self.device.synchronize()?;
+        *self.known.get_mut() = Some(owners);
+        self.lost = false;
+        Ok(())
+    }
+
     /// Slots of each layer, in order.
     pub fn slots(&self) -> Vec<(u32, usize)> {
-        let mut slots: Vec<(u32, usize)> = self.layers.iter().map(|(&l, s)| (l, s.num_slots)).collect();
-        slots.sort_unstable();
-        slots
+        self.layers.iter().map(|(&l, s)| (l, s.num_slots)).collect()
     }
 
     /// Experts in the slots of a layer, once the kernels are done.
     pub fn residents(&self, layer: u32) -> Result<Vec<u32>, CudaError> {
         let Some(state) = self.layers.get(&layer) else { return Ok(Vec::new()) };
         let mut owners = vec![0u32; state.num_slots];
-        self.device.download(&mut owners, &self.owners, 4 * state.first_slot)?;
+        self.device.download(&mut owners, &self.owners, 4 * state.first_run)?;
         Ok(owners)
     }
 
@@ -330,9 +664,55 @@ impl Tiers {
         let mut n = [0u64; NUM_STATS];
         self.device.download(&mut n, &self.cells, STATS_AT)?;
         self.device.upload(&self.cells, STATS_AT, &[0u64; NUM_STATS])?;
-        let [chosen, fetched, direct, bytes, stall_ns, steps] = n;
-        Ok(Traffic { chosen, fetched, direct, bytes, stall_ns, steps })
+        let [chosen, fetched, direct, bytes, busy_ns, stall_ns, steps] = n;
+        let disk = std::mem::take(&mut self.host.borrow_mut().disk);
+        let (disk_experts, disk_bytes, disk_ns) = (disk.experts, disk.bytes, disk.ns);
+        Ok(Traffic { chosen, fetched, direct, bytes, busy_ns, stall_ns, steps, disk_experts, disk_bytes, disk_ns })
     }
+}
+
+/// Byte at which a run begins if all lie one after the other.
+fn start_of(layers: &BTreeMap<u32, LayerSlots>, run: usize) -> u64 {
+    let of = |s: &LayerSlots| s.runs.num.min(run.saturating_sub(s.first_run)) * s.runs.run_bytes;
+    layers.values().map(|s| of(s) as u64).sum()
+}
+
+/// The largest of `most`, seven eighths of it, and so on down to `least` that can be made.
+fn fewer<T>(most: usize, least: usize, mut make: impl FnMut(usize) -> Result<T, CudaError>) -> Result<(usize, T), CudaError> {
+    let mut n = most;
+    loop {
+        match make(n) {
+            Err(CudaError::Memory { .. }) if n > least => n = (n * 7 / 8).max(least),
+            made => return Ok((n, made?)),
+        }
+    }
+}
+
+fn threads(error: impl std::fmt::Display) -> CudaError {
+    CudaError::Driver { what: "read experts", error: error.to_string() }
+}
+
+/// Memory that experts come from the disk into.
+fn rooms<'a>(device: &Arc<Device>, layers: impl Iterator<Item = &'a ExpertRuns>) -> Result<Vec<Staged>, CudaError> {
+    let (num, bytes) = staging(layers);
+    (0..num).map(|_| Staged::new(device, bytes)).collect()
+}
+
+/// Rooms that experts come from the disk into, and the bytes of each: enough for the reads under way and the copies behind them,
+/// but no more than a quarter of a gigabyte, or of a layer.
+fn staging<'a>(layers: impl Iterator<Item = &'a ExpertRuns>) -> (usize, usize) {
+    let (num, bytes) = layers.fold((0, 0), |(num, bytes), r| (r.num.max(num), r.run_bytes.max(bytes)));
+    (((256 << 20) / bytes.max(1)).min(16).min(num / 4).max(2), bytes)
+}
+
+/// Page-locked bytes that experts of these layers come from the disk through.
+pub(super) fn staging_bytes(layers: &[Layer]) -> u64 {
+    let (num, bytes) = staging(runs(layers).iter());
+    (num * bytes) as u64
+}
+
+fn runs(layers: &[Layer]) -> Vec<ExpertRuns> {
+    layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize, late: (0, 0) }).collect()
 }
 
 /// Bytes of half a ring for these layers: the largest expert at least, no more than a layer.
@@ -340,10 +720,11 @@ fn half_ring_bytes<'a>(layers: impl Iterator<Item = &'a ExpertRuns>) -> usize {
     layers.map(|r| HALF_RING_BYTES.min(r.num * r.run_bytes).max(r.run_bytes)).max().unwrap_or(0)
 }
 
-/// Bytes on the device beside the slots: the ring.
+/// Bytes on the device beside the slots: the ring, and what rounding up the slots of each layer takes.
 pub(super) fn ring_bytes(layers: &[Layer]) -> u64 {
-    let runs: Vec<_> = layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize }).collect();
-    2 * half_ring_bytes(runs.iter()) as u64
+    let runs = runs(layers);
+    let rounded = runs.iter().filter(|r| r.num * r.run_bytes >= ALLOCATION_BYTES).count();
+    (2 * half_ring_bytes(runs.iter()) + rounded * ALLOCATION_BYTES) as u64
 }
 
 /// Ranges of `num` experts with at most `most` of the missing ones each.
@@ -355,12 +736,13 @@ fn waves(missing: &[usize], num: usize, most: usize) -> Vec<Range<usize>> {
 }
 
 /// The rule of `crate::tiers` for one layer as the kernel follows it, slot by slot: the missing experts in order of index take the
-/// slots of the least worthy residents outside the step, in order of worth.
+/// slots of the least worthy residents outside the step that are not permanent, in order of worth.
 #[derive(Clone, Debug)]
 pub struct Twin {
     policy: Policy,
     /// Expert of each slot, `[S]`.
     owner: Vec<u32>,
+    permanent: usize,
     score: Vec<u32>,
     visited: Vec<u32>,
     now: u32,
@@ -370,7 +752,12 @@ impl Twin {
     /// With the first residents of a layer.
     pub fn new(policy: Policy, layer: &Layer, slots: usize) -> Self {
         let owner = layer.residents(slots).into_iter().map(u32::from).collect();
-        Self { policy, owner, score: first_scores(policy, layer), visited: vec![0; layer.experts], now: 0 }
+        Self { policy, owner, permanent: 0, score: first_scores(policy, layer), visited: vec![0; layer.experts], now: 0 }
+    }
+
+    /// The experts of the first slots never leave.
+    pub fn permanent(self, slots: usize) -> Self {
+        Self { permanent: slots, ..self }
     }
 
     /// Experts of the slots.
@@ -380,6 +767,11 @@ impl Twin {
 
     /// One step in which these experts were chosen, in any order and number; returns how many were not there.
     pub fn step(&mut self, ids: &[u32]) -> usize {
+        self.step_beside(ids, |_| false).0
+    }
+
+    /// The same where some experts are in another place and need no slot; returns the slots that were taken too, and by whom.
+    fn step_beside(&mut self, ids: &[u32], elsewhere: impl Fn(u32) -> bool) -> (usize, Vec<(usize, u32)>) {
         self.now += 1;
         let (shift, rise) = decay_and_rise(self.policy);
         if shift > 0 {
@@ -392,13 +784,18 @@ impl Twin {
             self.score[e as usize] += rise;
             self.visited[e as usize] = self.now;
         }
-        missing.retain(|e| !self.owner.contains(e));
-        let outside = |s: &usize| self.visited[self.owner[*s] as usize] < self.now;
-        let mut others: Vec<usize> = (0..self.owner.len()).filter(outside).collect();
-        let worth = |e: u32| (self.score[e as usize], self.visited[e as usize], Reverse(e));
+        missing.retain(|e| !self.owner.contains(e) && !elsewhere(*e));
+        // A slot of nobody is worth least.
+        let worth = |e: u32| match e {
+            NOBODY => (0, 0, Reverse(e)),
+            e => (self.score[e as usize], self.visited[e as usize], Reverse(e)),
+        };
+        let outside = |s: &usize| worth(self.owner[*s]).1 < self.now;
+        let mut others: Vec<usize> = (self.permanent..self.owner.len()).filter(outside).collect();
         others.sort_unstable_by_key(|&s| worth(self.owner[s]));
-        missing.iter().zip(others).for_each(|(&e, s)| self.owner[s] = e);
-        missing.len()
+        let moves: Vec<(usize, u32)> = others.into_iter().zip(missing.iter().copied()).collect();
+        moves.iter().for_each(|&(s, e)| self.owner[s] = e);
+        (missing.len(), moves)
     }
 }
 
@@ -436,6 +833,17 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// What is permanent stays whatever is chosen, what is elsewhere takes no slot, and an empty slot goes first. Counted by hand.
+    #[test]
+    fn slots_may_be_permanent_or_empty() {
+        let layer = Layer { experts: 6, top_k: 2, slot_bytes: 1, visits: Vec::new() };
+        let mut twin = Twin::new(Policy::Lru, &layer, 3).permanent(1);
+        assert_eq!((twin.step(&[4, 5]), twin.owner()), (2, &[0, 5, 4][..]));
+        assert_eq!((twin.step(&[1, 2, 3]), twin.owner()), (3, &[0, 1, 2][..]));
+        twin.owner[2] = NOBODY;
+        assert_eq!(twin.step_beside(&[3, 4], |e| e == 4), (1, vec![(2, 3)]));
     }
 
     /// Every expert is in one wave, and none has more missing ones than fit.

@@ -30,6 +30,18 @@ pub(super) struct Tiled {
     pub scores: Buffer,
 }
 
+/// Pairs of token and rank by expert.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pairs {
+    /// Tokens, the most that an expert can have.
+    pub tok: usize,
+    /// Pairs of each.
+    pub divide: usize,
+    /// Pairs of each expert `[E, T]`, and how many.
+    pub lists: u64,
+    pub counts: u64,
+}
+
 impl Tiled {
     pub fn load(device: &Arc<Device>, spec: &ModelSpec) -> Result<Self, CudaError> {
         let kernels = Tiles::load(&Module::load(device, program("tiles.cu"))?)?;
@@ -52,12 +64,22 @@ impl Tiled {
         spec.layers.iter().map(|l| if let Ffn::Moe(m) = &l.ffn { m.router.experts } else { 0 }).max().unwrap_or(0)
     }
 
+    /// Experts that a token chooses in the layer where it chooses the most.
+    pub fn top_k(spec: &ModelSpec) -> usize {
+        spec.layers.iter().map(|l| if let Ffn::Moe(m) = &l.ffn { m.router.top_k } else { 0 }).max().unwrap_or(0)
+    }
+
     /// Bytes for passes of so many tokens, scores aside.
     pub fn bytes(spec: &ModelSpec, tok: usize) -> u64 {
         let of = |f: &dyn Fn(&Moe) -> usize| {
             spec.layers.iter().map(|l| if let Ffn::Moe(m) = &l.ffn { f(m) } else { 0 }).max().unwrap_or(0)
         };
         (4 * tok * (of(&|m| m.router.top_k * m.width) + of(&|m| m.router.top_k) * spec.width + Self::experts(spec))) as u64
+    }
+
+    /// The listed pairs of so many tokens.
+    pub fn pairs(&self, tok: usize, divide: usize) -> Pairs {
+        Pairs { tok, divide, lists: self.lists.at(0), counts: self.counts.at(0) }
     }
 
     /// Makes room for passes of so many tokens.
@@ -120,9 +142,9 @@ impl Engine {
             Step::Experts { dst, src, layer, width } => {
                 let Ffn::Moe(moe) = &self.spec.layers[layer.0 as usize].ffn else { return Ok(false) };
                 let (router, pairs) = (moe.router, view.num_tok * moe.router.top_k);
-                self.fetch(layer.0, 0, pairs, 0)?;
+                self.fetch(layer.0, 0, pairs, 0, false)?;
                 self.list_pairs(*layer, view.num_tok, 0)?;
-                self.expert_inner(*src, *layer, *width, view.num_tok, router.top_k, pairs)?;
+                self.expert_inner(*src, *layer, *width, &tiled.pairs(view.num_tok, router.top_k))?;
                 let (inner, outputs, d) = (self.work.inner.at(0), tiled.outputs.at(0), self.spec.width as i32);
                 let (grid, table) = (tiles::tiles(self.spec.width, view.num_tok, router.experts), self.store.table(layer.0));
                 let (lists, counts, cap) = (tiled.lists.at(0), tiled.counts.at(0), view.num_tok as i32);
@@ -143,24 +165,22 @@ impl Engine {
         tiled.kernels.tiles_lists(tiles::lists(moe.router.experts), lists, counts, totals, chosen, pairs, num_tok as i32)
     }
 
-    /// What down projections see of the listed pairs, `[pairs, F]`; a pair is of token `pair / divide`.
+    /// What down projections see of some pairs, `[pairs, F]`; a pair is of token `pair / divide`.
     pub(super) fn expert_inner(
         &self,
         src: Slot,
         layer: LayerId,
         width: usize,
-        num_tok: usize,
-        divide: usize,
-        pairs: usize,
+        pairs: &Pairs,
     ) -> Result<(), CudaError> {
         let (Some(tiled), Ffn::Moe(moe)) = (&self.tiled, &self.spec.layers[layer.0 as usize].ffn) else { return Ok(()) };
         let (from, stride, table) = (self.at(src), self.row(src), self.store.table(layer.0));
-        let (lists, counts, grid) = (tiled.lists.at(0), tiled.counts.at(0), tiles::tiles(width, num_tok, moe.router.experts));
+        let (grid, Pairs { lists, counts, .. }) = (tiles::tiles(width, pairs.tok, moe.router.experts), *pairs);
         for (which, to) in [(0, self.work.inner.at(0)), (1, tiled.up.at(0))] {
-            let (row, divide, cap) = (width as i32, divide as i32, num_tok as i32);
+            let (row, divide, cap) = (width as i32, pairs.divide as i32, pairs.tok as i32);
             tiled.kernels.tiles_experts(grid, to, row, from, stride, divide, table, which, lists, counts, cap)?;
         }
-        let n = pairs * width;
+        let n = pairs.tok * pairs.divide * width;
         self.plain.plain_gated_act(launch::elements(n), self.work.inner.at(0), tiled.up.at(0), n as u64)
     }
 

@@ -11,14 +11,31 @@ kernels! {
         tiles_lists(lists: u64, counts: u64, totals: u64, experts: u64, num_pairs: i32, cap: i32);
         tiles_experts(dst: u64, dst_stride: i32, src: u64, src_stride: i32, divide: i32, table: u64, which: i32, lists: u64, counts: u64, cap: i32);
         tiles_combine(dst: u64, outputs: u64, gates: u64, top_k: i32, width: i32);
-        tiles_moments(sums: u64, src: u64, src_stride: i32, divide: i32, gates: u64, lists: u64, counts: u64, cap: i32, experts: u64, cols: i32);
-        tiles_energies(sums: u64, src: u64, src_stride: i32, divide: i32, gates: u64, lists: u64, counts: u64, cap: i32, experts: u64, cols: i32);
+        tiles_moments(sums: u64, x: Side, lists: u64, counts: u64, cap: i32, experts: u64);
+        tiles_energies(sums: u64, x: Side, lists: u64, counts: u64, cap: i32, experts: u64);
+        tiles_products(sums: u64, left: Side, right: Side, lists: u64, counts: u64, cap: i32, experts: u64);
+        tiles_less(dst: u64, a: u64, b: u64, factor: f32, n: u64);
+        tiles_shares(shares: u64, gates: u64, top_k: i32, n: u64);
         tiles_scores(scores: u64, q: u64, q_stride: i32, k: u64, k_stride: i32, num_tok: i32, dim: i32, group: i32, scale: f32);
         tiles_softmax(scores: u64, num_tok: i32, window: i32);
         tiles_mix(dst: u64, dst_stride: i32, scores: u64, v: u64, v_stride: i32, num_tok: i32, dim: i32, group: i32);
         tiles_rows(dst: u64, a: u64, a_stride: i32, a_from: i32, b: u64, b_from: i32, tiles: u64, cols: i32, depth: i32, n_from: i32, subtract: i32);
+        tiles_back(dst: u64, g: u64, upper: u64, weight: u64, tiles: u64, cols: i32);
+        tiles_forth(dst: u64, g: u64, upper: u64, tiles: u64, cols: i32);
         tiles_decode(dst: u64, w: Matrix);
     }
+}
+
+/// Rows of some pairs, each times its gate; `Side` in `tiles.cu`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(super) struct Side {
+    pub src: u64,
+    pub gates: u64,
+    pub stride: i32,
+    pub divide: i32,
+    pub cols: i32,
+    pub pad: i32,
 }
 
 /// Sums of a block, either way.
@@ -70,6 +87,7 @@ mod tests {
             assert_eq!(parameters(source, kernel), *types, "{kernel}");
         }
         assert_eq!(source.matches("extern \"C\" __global__").count(), Tiles::SIGNATURES.len());
+        assert_eq!(size_of::<Side>(), 32);
     }
 
     /// Every tile on or below the diagonal has a block, and no other.

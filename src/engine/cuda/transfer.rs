@@ -1,12 +1,14 @@
-//! The host's copy of all experts, page-locked memory that kernels read through the link, and the ring through which prompts have
-//! them pass.
+//! Copies of experts in page-locked host memory, which kernels read through the link, and the ring through which prompts have
+//! experts pass.
 //!
-//! Everything is copied there once, so that neither files nor the page cache matter afterwards: an artifact that is deleted or
-//! changed while a model runs changes nothing.
+//! What is copied there does not depend on files or the page cache any more: an artifact that is deleted or changed while a model
+//! runs changes nothing for it.
 
+use super::cold::Room;
 use super::device::{CudaError, Device, During};
-use super::memory::{Buffer, Event, Mapped};
-use cudarc::driver::result;
+use super::memory::{Buffer, Event, Mapped, Pinned};
+use super::numa::Nodes;
+use cudarc::driver::{result, sys};
 use rayon::prelude::*;
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,7 +16,7 @@ use std::sync::Arc;
 /// Largest chunk asked for; drivers refuse single allocations long before memory is full.
 const CHUNK_BYTES: usize = 4 << 30;
 /// Smallest chunk worth having.
-const LEAST_CHUNK_BYTES: usize = 64 << 20;
+const LEAST_CHUNK_BYTES: usize = 1 << 20;
 /// Piece that one thread copies.
 const COPY_BYTES: usize = 1 << 20;
 
@@ -27,9 +29,22 @@ pub(super) struct HostRuns {
 }
 
 impl HostRuns {
-    /// Makes room for runs of so many bytes, in chunks that halve whenever one is refused.
-    pub fn new(device: &Arc<Device>, runs: Vec<usize>) -> Result<Self, CudaError> {
-        let (chunks, places) = in_chunks(&runs, &mut |bytes| Mapped::new(device, bytes)).map_err(|(had, error)| {
+    /// Makes room for runs of so many bytes, in chunks that halve whenever one is refused; of a system that locks no more than
+    /// `limit_bytes`, if given.
+    pub fn new(
+        device: &Arc<Device>,
+        runs: Vec<usize>,
+        nodes: Option<&Nodes>,
+        limit_bytes: Option<u64>,
+    ) -> Result<Self, CudaError> {
+        let mut left = limit_bytes.unwrap_or(u64::MAX);
+        let mut allocate = |bytes: usize| {
+            left = left
+                .checked_sub(bytes as u64)
+                .ok_or_else(|| CudaError::Driver { what: "allocate page-locked memory", error: "a limit is imitated".into() })?;
+            Mapped::new(device, bytes, nodes)
+        };
+        let (chunks, places) = in_chunks(&runs, &mut allocate).map_err(|(had, error)| {
             let needed_bytes = runs.iter().sum::<usize>() as u64;
             CudaError::PageLocked { needed_bytes, had_bytes: had as u64, error: error.to_string() }
         })?;
@@ -48,6 +63,22 @@ impl HostRuns {
         let (chunk, first) = self.places[run];
         let to = &mut self.chunks[chunk as usize].as_mut()[first + at..first + at + src.len()];
         to.par_chunks_mut(COPY_BYTES).zip(src.par_chunks(COPY_BYTES)).for_each(|(to, from)| to.copy_from_slice(from));
+    }
+
+    /// The bytes of some runs, given in order, each once.
+    pub fn some_mut(&mut self, runs: &[usize]) -> Vec<&mut [u8]> {
+        let mut found = Vec::with_capacity(runs.len());
+        let mut runs = runs.iter().peekable();
+        for (index, chunk) in (0u32..).zip(&mut self.chunks) {
+            let (mut rest, mut at) = (chunk.as_mut(), 0);
+            while let Some(&run) = runs.next_if(|&&r| self.places[r].0 == index) {
+                let (_, tail) = rest.split_at_mut(self.places[run].1 - at);
+                let (mine, tail) = tail.split_at_mut(self.runs[run]);
+                (rest, at) = (tail, self.places[run].1 + self.runs[run]);
+                found.push(mine);
+            }
+        }
+        found
     }
 
     /// A run's bytes.
@@ -98,14 +129,17 @@ pub(super) struct Ring {
     ready: [Event; 2],
     free: [Event; 2],
     turn: Cell<usize>,
+    /// Where the next run of the half goes.
+    at: Cell<usize>,
 }
 
 impl Ring {
     /// Allocates.
     pub fn new(device: &Arc<Device>, half_bytes: usize) -> Result<Self, CudaError> {
-        let two = || Ok([Event::new(device)?, Event::new(device)?]);
+        let two = || -> Result<[Event; 2], CudaError> { Ok([Event::new(device)?, Event::new(device)?]) };
         let memory = Buffer::new(device, 2 * half_bytes)?;
-        Ok(Self { device: Arc::clone(device), memory, half_bytes, ready: two()?, free: two()?, turn: Cell::new(0) })
+        let (turn, at) = (Cell::new(0), Cell::new(0));
+        Ok(Self { device: Arc::clone(device), memory, half_bytes, ready: two()?, free: two()?, turn, at })
     }
 
     /// Bytes of a half.
@@ -113,22 +147,31 @@ impl Ring {
         self.half_bytes
     }
 
-    /// Fills the next half with runs, one after the other, once the kernels are done with it; kernels launched from now on wait
-    /// for it. Returns its address.
-    pub fn fill<'a>(&self, runs: impl Iterator<Item = &'a [u8]>) -> Result<u64, CudaError> {
-        let (turn, copies) = (self.turn.get(), self.device.copy_stream());
-        let start = turn * self.half_bytes;
-        self.free[turn].gate(copies)?;
-        let mut at = start;
-        for run in runs {
-            assert!(at + run.len() <= start + self.half_bytes);
-            // SAFETY: the range was just checked; page-locked runs live as long as the engine and are not written any more.
-            unsafe { result::memcpy_htod_async(self.memory.at(at), run, copies) }.during("copy experts")?;
-            at += run.len();
-        }
-        self.ready[turn].record(copies)?;
-        self.ready[turn].gate(self.device.stream())?;
-        Ok(self.memory.at(start))
+    /// Begins to fill the next half once the kernels are done with it; returns its address.
+    pub fn begin(&self) -> Result<u64, CudaError> {
+        let turn = self.turn.get();
+        self.free[turn].gate(self.device.copy_stream())?;
+        self.at.set(turn * self.half_bytes);
+        Ok(self.memory.at(self.at.get()))
+    }
+
+    /// Appends a run to the half.
+    pub fn push(&self, run: &[u8]) -> Result<(), CudaError> {
+        let at = self.at.get();
+        assert!(at + run.len() <= (self.turn.get() + 1) * self.half_bytes);
+        self.device.current()?;
+        // SAFETY: the range was just checked; page-locked runs live as long as the engine and are not written before the kernels
+        // are done with the half, rooms not before the event that is recorded behind this copy.
+        unsafe { result::memcpy_htod_async(self.memory.at(at), run, self.device.copy_stream()) }.during("copy experts")?;
+        self.at.set(at + run.len());
+        Ok(())
+    }
+
+    /// Kernels launched from now on wait for the half.
+    pub fn end(&self) -> Result<(), CudaError> {
+        let turn = self.turn.get();
+        self.ready[turn].record(self.device.copy_stream())?;
+        self.ready[turn].gate(self.device.stream())
     }
 
     /// The kernels launched so far are the last to read the half.
@@ -137,6 +180,44 @@ impl Ring {
         self.free[turn].record(self.device.stream())?;
         self.turn.set(1 - turn);
         Ok(())
+    }
+}
+
+/// Page-locked memory that an expert comes from the disk into, and the copy that empties it.
+pub(super) struct Staged {
+    memory: Pinned,
+    copied: Event,
+}
+
+impl Staged {
+    /// Allocates.
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self, CudaError> {
+        Ok(Self { memory: Pinned::new(device, bytes)?, copied: Event::new(device)? })
+    }
+
+    /// What was read.
+    pub fn as_slice(&self) -> &[u8] {
+        self.memory.as_slice()
+    }
+
+    /// Whatever is in a stream by now is the last to need it.
+    pub fn release(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+        self.copied.record(stream)
+    }
+}
+
+impl Room for Staged {
+    fn bytes(&mut self) -> &mut [u8] {
+        self.memory.as_mut()
+    }
+
+    fn is_free(&self) -> bool {
+        self.copied.is_over()
+    }
+
+    // An event that cannot be waited for belongs to a context that has failed, and whatever comes next says so.
+    fn wait(&self) {
+        self.copied.wait().ok();
     }
 }
 

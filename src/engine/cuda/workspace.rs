@@ -145,7 +145,7 @@ impl Workspace {
     }
 
     /// The longest row that a product reads.
-    fn widest(plan: &Plan) -> usize {
+    pub fn widest(plan: &Plan) -> usize {
         let slots = (0..Slot::COUNT).filter(|&s| s != Slot::Logits as usize);
         slots.map(|s| plan.widths[s]).max().unwrap_or(0)
     }

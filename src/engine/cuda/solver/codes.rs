@@ -5,7 +5,6 @@ use super::super::launch::{self, Grid};
 use super::super::load::{Stager, float_kind};
 use super::super::memory::{Buffer, aligned};
 use super::super::plain::{Kind, Matrix};
-use super::super::tiled::Tiled;
 use super::super::tiles;
 use super::kernels::{Form, Prepared, Tile};
 use super::{Solver, Sums};
@@ -107,6 +106,7 @@ impl Solver {
         let cols = first.sums.cols;
         let factors = self.timed(Work::Factors, |s| s.factors(&run))?;
         let src = self.timed(Work::Weights, |s| s.bring(&placed, rows, cols))?;
+        self.timed(Work::Codes, |s| s.aim(&run, &placed, &src, &factors))?;
         let mut chosen: Vec<Chosen> =
             placed.iter().map(|p| Chosen { id: p.id, codes: Vec::new(), damping: factors.dampings[p.job] }).collect();
         // Matrices of one way of storing at a time; most often all.
@@ -142,35 +142,83 @@ impl Solver {
             }
         }
         let src = Buffer::new(&self.device, 4 * rows * cols)?;
-        let bytes: usize = placed.iter().filter_map(stored).map(|(_, bytes)| aligned(bytes.len())).sum();
+        // Where the source runs beside, its floats are there.
+        let there = |p: &Placed<'_>| match self.source.as_ref().filter(|_| stored(p).is_some()) {
+            Some(beside) => beside.stream.engine.store.find(p.id).map(|m| Some(m).filter(|m| m.data != 0)),
+            None => Ok(None),
+        };
+        let there = placed.iter().map(there).collect::<Result<Vec<Option<Matrix>>, CudaError>>()?;
+        let absent = placed.iter().zip(&there).filter(|(_, there)| there.is_none()).filter_map(|(p, _)| stored(p));
+        let bytes: usize = absent.map(|(_, bytes)| aligned(bytes.len())).sum();
         let raw = Buffer::new(&self.device, bytes)?;
         let mut stager = Stager::new(&self.device, bytes)?;
         let mut at = 0;
         let mut decoded = Vec::new();
-        for p in placed {
-            match stored(p) {
-                Some((kind, bytes)) => {
+        for (p, there) in placed.iter().zip(there) {
+            match (stored(p), there) {
+                (_, Some(matrix)) => decoded.push((p.first_row, matrix)),
+                (Some((kind, bytes)), None) => {
                     stager.push(&raw, at, bytes)?;
                     let (rows, group) = (p.weight.rows as i32, cols as i32);
                     let matrix = Matrix { data: raw.at(at), rows, cols: cols as i32, group, kind, ..Matrix::NONE };
                     decoded.push((p.first_row, matrix));
                     at += aligned(bytes.len());
                 }
-                None => {
+                (None, None) => {
                     let values = p.weight.to_f32().map_err(|e| SolverError::Weight { id: p.id, source: Box::new(e) })?;
                     self.device.upload(&src, 4 * p.first_row * cols, &values)?;
                 }
             }
         }
         stager.finish()?;
-        if let Some(tiled) = &self.engine.tiled {
-            for (first_row, matrix) in decoded {
-                let grid = launch::elements(matrix.rows as usize * cols);
-                tiled.kernels.tiles_decode(grid, src.at(4 * first_row * cols), matrix)?;
-            }
+        for (first_row, matrix) in decoded {
+            let grid = launch::elements(matrix.rows as usize * cols);
+            self.tiles.tiles_decode(grid, src.at(4 * first_row * cols), matrix)?;
         }
         // `raw` is freed once the kernels are done.
         Ok(src)
+    }
+
+    /// Makes of matrices `src` those to come nearest to: `src + (src drift + debt) H^-1`, as `Feedback` does.
+    fn aim(&self, run: &[Numbered], placed: &[Placed<'_>], src: &Buffer, factors: &Factors) -> Result<(), SolverError> {
+        let sums = |p: &Placed<'_>| &run[p.job].1.sums;
+        let owed: Vec<&Placed<'_>> = placed.iter().filter(|p| factors.fed[p.job] && sums(p).drift != 0).collect();
+        let Some(cols) = owed.first().map(|p| sums(p).cols) else { return Ok(()) };
+        let (device, k, n) = (&self.device, &self.kernels, src.bytes() / 4);
+        let mut bad = [u64::MAX];
+        let place = Buffer::from_slice(device, &bad)?;
+        k.solve_finite(launch::elements(n), src.at(0), n as u64, place.at(0))?;
+        device.download(&mut bad, &place, 0)?;
+        // A value that is no number is left for rounding to find where it is.
+        if bad[0] != u64::MAX {
+            return Ok(());
+        }
+        let lists = Lists::new(self, &owed.iter().collect::<Vec<_>>())?;
+        let mut debt = vec![0u64; run.len()];
+        for p in owed.iter().filter(|p| sums(p).debt != 0) {
+            // Only a matrix alone with its inputs pays.
+            debug_assert_eq!(run[p.job].1.matrices.len(), 1);
+            debt[p.job] = sums(p).debt.wrapping_sub(4 * (p.first_row * cols) as u64);
+        }
+        let debt = Buffer::from_slice(device, &debt)?;
+        let drift = Buffer::from_slice(device, &run.iter().map(|(_, job)| job.sums.drift).collect::<Vec<_>>())?;
+        let scale = Buffer::from_slice(device, &factors.bases.iter().map(|b| b.shrink as f32).collect::<Vec<_>>())?;
+        let lost = Buffer::from_slice(device, &vec![0u32; run.len()])?;
+        let (one, other) = (Buffer::new(device, src.bytes())?, Buffer::new(device, src.bytes())?);
+        let (products, rows) = (tiles::columns(cols, lists.each.len()), lists.rows());
+        let (fine, coarse, width) = (lists.fine.at(0), lists.coarse.at(0), cols as i32);
+        let (upper, weight, order) = (factors.upper.at(0), factors.weight.at(0), factors.order.at(0));
+        self.tiles.tiles_rows(products, one.at(0), src.at(0), width, 0, drift.at(0), 0, coarse, width, width, 0, 0)?;
+        k.solve_owed(rows, other.at(0), one.at(0), debt.at(0), scale.at(0), order, fine, width)?;
+        self.tiles.tiles_back(products, one.at(0), other.at(0), upper, weight, coarse, width)?;
+        self.tiles.tiles_forth(products, other.at(0), one.at(0), upper, coarse, width)?;
+        k.solve_aim(rows, src.at(0), other.at(0), order, fine, width, lost.at(0))?;
+        let mut failed = vec![0u32; run.len()];
+        device.download(&mut failed, &lost, 0)?;
+        match owed.iter().find(|p| failed[p.job] != 0) {
+            Some(p) => Err(SolverError::Codes { id: p.id, source: FeedbackError::NonFinite }),
+            None => Ok(()),
+        }
     }
 
     /// Shrinks, damps and factorises the moments of some jobs of one width.
@@ -327,7 +375,7 @@ impl Solver {
         let (before, after, whole) = (before?, after?, whole?);
         let mut results = Vec::with_capacity(placed.len());
         for p in placed {
-            let mut packed = OwnedPacked::zeroed(p.weight.rows, cols, how.bits, how.group, how.scale_dtype);
+            let mut packed = OwnedPacked::zeroed(p.weight.rows, cols, how.format(), how.scale_dtype);
             self.device.download(&mut packed.words, &words, 4 * p.first_row * words_each)?;
             self.device.download(&mut packed.scales, &scales, scale_bytes * p.first_row * (cols / group))?;
             let sum = |x: &[f64]| x[p.first_row..p.first_row + p.weight.rows].iter().sum::<f64>() * factors.bases[p.job].mean;
@@ -521,8 +569,7 @@ impl<'a> Search<'a> {
 
     /// `product = d H` for columns `from .. from + depth` of `d` and some coarse tiles.
     fn against(&self, d: &Buffer, from: i32, depth: i32, coarse: Range<usize>) -> Result<(), CudaError> {
-        let Some(Tiled { kernels, .. }) = &self.solver.engine.tiled else { return Ok(()) };
-        let (cols, used) = (self.form.cols, self.factors.used.at(0));
+        let (kernels, cols, used) = (&self.solver.tiles, self.form.cols, self.factors.used.at(0));
         let (grid, fed) = (tiles::columns(cols as usize, coarse.len()), self.fed.coarse.at(coarse.start * size_of::<Tile>()));
         kernels.tiles_rows(grid, self.product.at(0), d.at(0), cols, from, used, from, fed, cols, depth, 0, 0)
     }
@@ -539,7 +586,7 @@ impl<'a> Search<'a> {
 
     /// Codes with error feedback on the scales that are there.
     fn feed(&self, found: &Found) -> Result<(), CudaError> {
-        let Some(Tiled { kernels, .. }) = &self.solver.engine.tiled else { return Ok(()) };
+        let kernels = &self.solver.tiles;
         let (k, f, form, fed) = (&self.solver.kernels, self.factors, self.form, self.fed.fine.at(0));
         let (w, errors, order, upper) = (self.w.at(0), self.errors.at(0), f.order.at(0), f.upper.at(0));
         k.solve_visit(self.fed.rows(), w, self.src.at(0), order, fed, form.cols)?;

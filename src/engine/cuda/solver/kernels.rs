@@ -5,6 +5,9 @@ use crate::engine::cuda::module::kernels;
 kernels! {
     /// Codes and scales.
     Kernels {
+        solve_finite(src: u64, n: u64, bad: u64);
+        solve_owed(dst: u64, products: u64, debt: u64, scale: u64, order: u64, tiles: u64, cols: i32);
+        solve_aim(src: u64, change: u64, order: u64, tiles: u64, cols: i32, lost: u64);
         solve_scales(grid: u64, src: u64, energy: u64, tiles: u64, form: Form, bad: u64);
         solve_round(codes: u64, src: u64, grid: u64, form: Form, n: u64);
         solve_rest(dst: u64, src: u64, codes: u64, grid: u64, form: Form, n: u64);
