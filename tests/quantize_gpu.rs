@@ -6,9 +6,10 @@
 mod gpu;
 
 use gpu::has_gpu;
+use moe::artifact::solved::Solved;
 use moe::artifact::weights::{Patch, Weights};
 use moe::calib::lockstep::{self, Candidate, Place};
-use moe::calib::solve::{self, Advance, Choice, Outcome, Task};
+use moe::calib::solve::{self, Advance, Choice, Module, Outcome, Progress, SolveError, Task};
 use moe::calib::windows::Window;
 use moe::ids::{Component, Part, TensorId};
 use moe::quant::format::{Bits, Format, Group, Zero, fit};
@@ -33,19 +34,18 @@ fn windows(vocab: usize, lengths: &[usize]) -> Vec<Window> {
 struct Setup<'a> {
     weights: &'a Arc<Weights>,
     format: &'a (dyn Fn(TensorId) -> Format + Sync),
-    lengths: &'a [usize],
+    windows: &'a [Window],
     advance: Advance,
     feedback: bool,
 }
 
-fn solved(setup: &Setup<'_>, place: Place) -> Outcome {
-    let dir = tempfile::tempdir().unwrap();
-    let Setup { weights, format, lengths, advance, feedback } = *setup;
-    let windows = windows(weights.spec().vocab, lengths);
+/// Chooses into `dir`, and stops once the part named is filed.
+fn solve_in(setup: &Setup<'_>, dir: &Path, place: Place, stop: Option<&str>) -> Result<Outcome, SolveError> {
+    let Setup { weights, format, windows, advance, feedback } = *setup;
     let task = Task {
         weights,
-        windows: &windows,
-        choices: vec![Choice { format, dir: dir.path().to_path_buf() }],
+        windows,
+        choices: vec![Choice { format, dir: dir.to_path_buf() }],
         advance,
         feedback,
         positive_scales: false,
@@ -53,7 +53,46 @@ fn solved(setup: &Setup<'_>, place: Place) -> Outcome {
         max_memory: 1 << 30,
         place,
     };
-    solve::solve(&task, &mut |_| true).unwrap().remove(0)
+    let found = solve::solve(&task, &mut |p| !matches!(p, Progress::Part(name, ..) if Some(name) == stop));
+    found.map(|mut outcomes| outcomes.remove(0))
+}
+
+fn solved(setup: &Setup<'_>, place: Place) -> Outcome {
+    solve_in(setup, tempfile::tempdir().unwrap().path(), place, None).unwrap()
+}
+
+/// How many codes two choices have in common, and how many there are.
+fn in_common(weights: &Weights, [a, b]: [&Solved; 2]) -> [usize; 2] {
+    let mut counts = [0; 2];
+    for (id, _) in weights.tensors() {
+        let (Some(a), Some(b)) = (a.get(*id), b.get(*id)) else { continue };
+        assert_eq!((a.rows, a.cols, a.group), (b.rows, b.cols, b.group));
+        let codes = |w: &[u8]| -> Vec<u8> {
+            if a.bits == Bits::Four { w.iter().flat_map(|b| [b & 15, b >> 4]).collect() } else { w.to_vec() }
+        };
+        let (x, y) = (codes(a.words), codes(b.words));
+        counts[0] += x.iter().zip(&y).filter(|(x, y)| x == y).count();
+        counts[1] += x.len();
+    }
+    counts
+}
+
+/// Experts in int4, all else in int8, as the default profile has it.
+fn mixed(id: TensorId) -> Format {
+    match id.role.component() {
+        _ if id.part == Part::Bias => Format::Source,
+        Component::Router | Component::Norms => Format::Source,
+        Component::Experts => Format::INT4_G128,
+        _ => Format::INT8_G128,
+    }
+}
+
+/// Divergence of a choice from the original on windows of the fixture's own tokens.
+fn divergence(weights: &Arc<Weights>, found: &Outcome, windows: &[Window]) -> f64 {
+    let candidate = Arc::new(weights.patched(vec![Patch::Solved(Arc::clone(&found.solved))]));
+    let candidate = Candidate { weights: candidate, chunk: usize::MAX };
+    let compared = lockstep::compare(weights, &[candidate], Place::Processor, windows, 1 << 30, &mut || true).unwrap();
+    compared[0].summary().kld.mean
 }
 
 const GPU: Place = Place::Gpu { budget_bytes: None };
@@ -67,21 +106,28 @@ fn all_in(weights: &Weights, bits: Bits, group: Group) -> impl Fn(TensorId) -> F
     }
 }
 
-/// Losses and counts of each matrix: those of the same scales and sums agree to 1e-5, a hundred roundings; after feedback a tie broken
-/// the other way sends a row its own way, so that one matrix may differ by 1 %.
-fn assert_alike(cpu: &Outcome, gpu: &Outcome) {
-    assert_eq!(cpu.modules.len(), gpu.modules.len());
-    for (a, b) in cpu.modules.iter().zip(&gpu.modules) {
+/// How far losses may lie apart, as a share: of a matrix as it is aimed at, of the weighted search, and after feedback.
+type Apart = [f64; 3];
+
+/// Behind the same weights: the same scales and sums agree to 1e-5, a hundred roundings; after feedback a tie broken the other way sends
+/// a row its own way, so that one matrix may differ by 1 %.
+const SAME: Apart = [1e-5, 1e-4, 1e-2];
+
+/// Losses and counts of each matrix. Returns the largest differences.
+fn assert_alike(cpu: &[Module], gpu: &[Module], apart: Apart) -> Apart {
+    assert_eq!(cpu.len(), gpu.len());
+    let mut largest = Apart::default();
+    for (a, b) in cpu.iter().zip(gpu) {
         assert_eq!((&a.id, a.tokens, a.pooled, &a.format), (&b.id, b.tokens, b.pooled, &b.format));
         assert!((a.damping - b.damping).abs() < 1e-12, "{} {} {}", a.id, a.damping, b.damping);
-        for (what, x, y, tolerance) in [
-            ("whole", a.loss.whole, b.loss.whole, 1e-5),
-            ("before", a.loss.before, b.loss.before, 1e-4),
-            ("after", a.loss.after, b.loss.after, 1e-2),
-        ] {
-            assert!((x - y).abs() <= tolerance * x.abs(), "{} {what} {x} {y}", a.id);
+        let pairs = [(a.loss.whole, b.loss.whole), (a.loss.before, b.loss.before), (a.loss.after, b.loss.after)];
+        for ((what, (x, y)), (most, found)) in ["whole", "before", "after"].iter().zip(pairs).zip(apart.iter().zip(&mut largest))
+        {
+            *found = found.max((x - y).abs() / x.abs().max(f64::MIN_POSITIVE));
+            assert!((x - y).abs() <= most * x.abs(), "{} {what} {x} {y}", a.id);
         }
     }
+    largest
 }
 
 /// Behind source layers both places see the same inputs but for rounding. Codes of one block are made by the same operations and differ
@@ -94,6 +140,7 @@ fn codes_are_those_of_the_processor() {
         return;
     }
     let weights = Arc::new(Weights::open(&fixture("tiny")).unwrap());
+    let windows = windows(weights.spec().vocab, LENGTHS);
     for (bits, group) in [
         (Bits::Four, Group::Of(32)),
         (Bits::Four, Group::Of(64)),
@@ -102,29 +149,63 @@ fn codes_are_those_of_the_processor() {
         (Bits::Eight, Group::Channel),
     ] {
         let format = all_in(&weights, bits, group);
-        let setup = Setup { weights: &weights, format: &format, lengths: LENGTHS, advance: Advance::Source, feedback: true };
+        let setup = Setup { weights: &weights, format: &format, windows: &windows, advance: Advance::Source, feedback: true };
         let [cpu, gpu] = [Place::Processor, GPU].map(|place| solved(&setup, place));
-        assert_alike(&cpu, &gpu);
-        let (mut same, mut all) = (0usize, 0usize);
+        assert_alike(&cpu.modules, &gpu.modules, SAME);
         let sums = [&cpu, &gpu].map(|o| o.modules.iter().map(|m| m.loss.after).sum::<f64>());
-        for (id, _) in weights.tensors() {
-            let (Some(a), Some(b)) = (cpu.solved.get(*id), gpu.solved.get(*id)) else { continue };
-            assert_eq!((a.rows, a.cols, a.group), (b.rows, b.cols, b.group));
-            let nibbles = |w: &[u8]| -> Vec<u8> {
-                if bits == Bits::Four { w.iter().flat_map(|b| [b & 15, b >> 4]).collect() } else { w.to_vec() }
-            };
-            let (x, y) = (nibbles(a.words), nibbles(b.words));
-            same += x.iter().zip(&y).filter(|(x, y)| x == y).count();
-            all += x.len();
-        }
-        println!(
-            "{bits:?} {group:?}: {:.6} of the codes are the same, losses {:e} {:e}",
-            same as f64 / all as f64,
-            sums[0],
-            sums[1]
-        );
-        assert!(same as f64 > 0.999 * all as f64, "{same} of {all}");
+        let [same, all] = in_common(&weights, [&cpu.solved, &gpu.solved]);
+        println!("{bits:?} {group:?}: {same} of {all} codes are the same, losses {:e} {:e}", sums[0], sums[1]);
+        assert!(1000 * (all - same) < all, "{same} of {all}");
         assert!((sums[1] / sums[0] - 1.0).abs() < 1e-4, "{sums:?}");
+    }
+}
+
+/// Within a layer a tie in its first matrices is a change of a hundred-thousandth in what the next ones see and aim at.
+const BEHIND: Apart = [2e-3, 1e-2, 3e-2];
+
+/// Each part chosen on the GPU behind the processor's own earlier parts, so that only what happens within a layer adds up: both streams of
+/// hidden states are the same at its start. Fails if a matrix aims at its own weights (losses of the int4 recipes lie apart by per cents),
+/// if debt misses its share of the gates, or if the source's inner activations are those of its own router.
+#[test]
+fn layers_behind_the_same_layers_are_chosen_alike() {
+    if !has_gpu() {
+        return;
+    }
+    let weights = Arc::new(Weights::open(&fixture("tiny")).unwrap());
+    let windows = windows(weights.spec().vocab, LENGTHS);
+    let of = |group| all_in(&weights, Bits::Four, Group::Of(group));
+    let (g32, g64) = (of(32), of(64));
+    let recipes: [(&str, &(dyn Fn(TensorId) -> Format + Sync), bool); 4] =
+        [("mixed", &mixed, true), ("int4:g64", &g64, true), ("int4:g32", &g32, true), ("mixed, importance", &mixed, false)];
+    for (name, format, feedback) in recipes {
+        let setup = Setup { weights: &weights, format, windows: &windows, advance: Advance::Solved, feedback };
+        let root = tempfile::tempdir().unwrap();
+        let [whole, behind] = ["whole", "behind"].map(|n| root.path().join(n));
+        [&whole, &behind].iter().for_each(|dir| std::fs::create_dir(dir).unwrap());
+        solve_in(&setup, &whole, Place::Processor, None).unwrap();
+        let layers = (0..weights.spec().layers.len()).map(|l| format!("layer-{l:04}"));
+        let parts: Vec<String> = std::iter::once("embed".into()).chain(layers).chain(["head".into()]).collect();
+        let (mut same, mut all) = (0, 0);
+        for part in &parts {
+            let stopped = solve_in(&setup, &behind, GPU, Some(part));
+            assert!(matches!(stopped, Err(SolveError::Interrupted)), "{name} {part}");
+            let [cpu, gpu] = [&whole, &behind].map(|dir| {
+                let mut solved = Solved::default();
+                let ids = weights.tensors().iter().map(|(id, _)| *id);
+                solved.open(&dir.join(format!("{part}.safetensors")), ids).unwrap();
+                let modules = std::fs::read(dir.join(format!("{part}.json"))).unwrap();
+                (solved, serde_json::from_slice::<Vec<Module>>(&modules).unwrap())
+            });
+            let [same_here, all_here] = in_common(&weights, [&cpu.0, &gpu.0]);
+            let apart = assert_alike(&cpu.1, &gpu.1, BEHIND);
+            println!("{name} {part}: {same_here} of {all_here} codes are the same, losses apart by {apart:?}");
+            (same, all) = (same + same_here, all + all_here);
+            for kind in ["safetensors", "json"] {
+                std::fs::copy(whole.join(part).with_extension(kind), behind.join(part).with_extension(kind)).unwrap();
+            }
+        }
+        println!("{name}: {same} of {all} codes are the same");
+        assert!(20 * (all - same) < all, "{name}: {same} of {all}");
     }
 }
 
@@ -139,42 +220,48 @@ fn experts_of_any_number_of_tokens_have_their_moments() {
     let format = all_in(&weights, Bits::Four, Group::Of(128));
     let mut seen = Vec::new();
     for lengths in [&[5][..], &[40, 31, 64]] {
+        let windows = windows(weights.spec().vocab, lengths);
         for feedback in [true, false] {
-            let setup = Setup { weights: &weights, format: &format, lengths, advance: Advance::Source, feedback };
+            let setup = Setup { weights: &weights, format: &format, windows: &windows, advance: Advance::Source, feedback };
             let [cpu, gpu] = [Place::Processor, GPU].map(|place| solved(&setup, place));
-            assert_alike(&cpu, &gpu);
+            assert_alike(&cpu.modules, &gpu.modules, SAME);
             seen.extend(gpu.modules.iter().filter(|m| m.id.ends_with("down")).map(|m| if m.pooled { 0 } else { m.tokens }));
         }
     }
     assert!([0, 1].iter().all(|n| seen.contains(n)) && seen.iter().any(|n| (17..128).contains(n)), "{seen:?}");
 }
 
-/// Divergence from the original of what both places make of `tiny`, each layer behind its own quantized layers, differs by less than
-/// 1e-3, which is what is promised. Fails if experts' moments miss their gates.
+/// Divergence from the original of what the GPU makes of `tiny`, each layer behind its own quantized layers, is within 1e-3, which is
+/// what is promised, of what the processor makes. That itself depends on the order in which a few hundred tokens are summed: a tie in the
+/// first layer becomes a tenth of the codes of the third through the routers. So the processor is asked in several orders of the same
+/// windows, and the GPU must be within 1e-3 of their range; it is printed, so that nobody takes the promise for more than it is. Fails if
+/// experts' moments miss their gates.
 #[test]
 fn artifacts_diverge_alike() {
     if !has_gpu() {
         return;
     }
     let weights = Arc::new(Weights::open(&fixture("tiny")).unwrap());
-    let format = |id: TensorId| match id.role.component() {
-        _ if id.part == Part::Bias => Format::Source,
-        Component::Router | Component::Norms => Format::Source,
-        Component::Experts => Format::INT4_G128,
-        _ => Format::INT8_G128,
-    };
-    for feedback in [true, false] {
-        let kld = [Place::Processor, GPU].map(|place| {
-            let setup = Setup { weights: &weights, format: &format, lengths: LENGTHS, advance: Advance::Solved, feedback };
-            let found = solved(&setup, place);
-            let candidate = Arc::new(weights.patched(vec![Patch::Solved(found.solved)]));
-            let windows = windows(weights.spec().vocab, LENGTHS);
-            let candidate = Candidate { weights: candidate, chunk: usize::MAX };
-            let compared = lockstep::compare(&weights, &[candidate], Place::Processor, &windows, 1 << 30, &mut || true).unwrap();
-            compared[0].summary().kld.mean
-        });
-        println!("feedback {feedback}: KLD {kld:?}");
-        assert!((kld[0] - kld[1]).abs() < 1e-3, "{kld:?}");
+    let asked = windows(weights.spec().vocab, LENGTHS);
+    let g64 = all_in(&weights, Bits::Four, Group::Of(64));
+    let recipes: [(&str, &(dyn Fn(TensorId) -> Format + Sync), bool); 3] =
+        [("mixed", &mixed, true), ("int4:g64", &g64, true), ("mixed, importance", &mixed, false)];
+    for (name, format, feedback) in recipes {
+        let kld = |windows: &[Window], place| {
+            let setup = Setup { weights: &weights, format, windows, advance: Advance::Solved, feedback };
+            divergence(&weights, &solved(&setup, place), &asked)
+        };
+        let processor: Vec<f64> = (0..LENGTHS.len())
+            .map(|turn| {
+                let mut windows = asked.clone();
+                windows.rotate_left(turn);
+                kld(&windows, Place::Processor)
+            })
+            .collect();
+        let gpu = kld(&asked, GPU);
+        let [least, most] = [f64::min, f64::max].map(|f| processor.iter().copied().reduce(f).unwrap());
+        println!("{name}: KLD {gpu:.5}, on the processor {least:.5} to {most:.5} by the order of the windows");
+        assert!((least - 1e-3..most + 1e-3).contains(&gpu), "{name}: {gpu} {processor:?}");
     }
 }
 
@@ -192,7 +279,8 @@ fn every_family_is_quantized_on_a_gpu() {
         }
         let weights = Arc::new(Weights::open(&path).unwrap());
         let format = all_in(&weights, Bits::Four, Group::Of(32));
-        let setup = Setup { weights: &weights, format: &format, lengths: LENGTHS, advance: Advance::Source, feedback: true };
+        let windows = windows(weights.spec().vocab, LENGTHS);
+        let setup = Setup { weights: &weights, format: &format, windows: &windows, advance: Advance::Source, feedback: true };
         let [cpu, gpu] = [Place::Processor, GPU].map(|place| solved(&setup, place));
         let sum = |o: &Outcome| o.modules.iter().map(|m| m.loss.after / m.loss.whole.max(1e-30)).sum::<f64>();
         println!("{}: {} matrices, relative losses {:.5} {:.5}", path.display(), cpu.modules.len(), sum(&cpu), sum(&gpu));

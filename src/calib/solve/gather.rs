@@ -40,9 +40,10 @@ pub(super) fn start<S: Solver>(
 ) -> Result<Vec<Gathered<S::Sums>>, SolveError> {
     let width = task.weights.spec().width;
     let paid = |pays: bool| if pays { width } else { 0 };
-    let watched = stage.watched.iter().map(|(i, _, ids)| {
-        (ids.clone(), None, Over::Tokens, paid(pays(&solver.plan().steps[block.start + i])))
-    });
+    let watched = stage
+        .watched
+        .iter()
+        .map(|(i, _, ids)| (ids.clone(), None, Over::Tokens, paid(pays(&solver.plan().steps[block.start + i]))));
     let mut all: Vec<(Vec<TensorId>, Option<ExpertId>, Over, usize)> = watched.collect();
     if let Some(work) = &stage.experts {
         let over = if work.pooled { Over::AllTokens } else { Over::Tokens };

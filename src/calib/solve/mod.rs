@@ -201,7 +201,8 @@ pub fn solve(task: &Task<'_>, on: &mut dyn FnMut(Progress<'_>) -> bool) -> Resul
         Place::Gpu { budget_bytes } => {
             let tok = groups.iter().map(|(_, windows)| windows.iter().map(|w| w.tokens.len()).sum()).max().unwrap_or(0);
             let seqs = groups.iter().map(|(_, windows)| windows.len()).max().unwrap_or(0);
-            let solver = cuda::solver::Solver::open(task.weights, rows, task.makes_up(), [tok, seqs], budget_bytes).map_err(SolverError::from)?;
+            let solver = cuda::solver::Solver::open(task.weights, rows, task.makes_up(), [tok, seqs], budget_bytes)
+                .map_err(SolverError::from)?;
             walk(task, solver, groups, on)?
         }
     }

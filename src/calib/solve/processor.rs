@@ -35,7 +35,8 @@ impl Processor {
     pub fn new(weights: &Arc<Weights>, rows: usize, beside: bool, max_memory: u64) -> Result<Self, SolverError> {
         let len = rows * weights.spec().width;
         let in_memory = (4 * len * if beside { 2 } else { 1 }) as u64 <= max_memory;
-        let stream = || Ok::<_, SolverError>(Stream { engine: Engine::new(Arc::clone(weights)), hidden: Hidden::new(len, in_memory)? });
+        let stream =
+            || Ok::<_, SolverError>(Stream { engine: Engine::new(Arc::clone(weights)), hidden: Hidden::new(len, in_memory)? });
         Ok(Self {
             own: stream()?,
             source: beside.then(stream).transpose()?,

@@ -16,6 +16,7 @@ use crate::cli::{Device, QuantizeArgs};
 use crate::files::{self, Existing, FileError};
 use crate::ids::TensorId;
 use crate::profile::precision::{Decisions, Profile, Rule, decide};
+use crate::quant::format::{Format, Zero};
 use crate::quant::round;
 use crate::report::Out;
 use anyhow::{Context, Result};
@@ -39,6 +40,7 @@ pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let choose = |id| choice(&decisions, id);
     let plan = plan::plan(weights, choose, request.shard_bytes)?;
     let mut problems = problems(args, &plan, &decisions);
+    problems.extend(request.without_zero_points(weights, &decisions).err().map(Into::into));
     let offer = match allocate::budget(args, &plan)? {
         Some(budget) => allocate::offer(weights, &plan, &request, &decisions, budget).map_err(|e| problems.push(e)).ok(),
         None => None,
@@ -189,6 +191,18 @@ impl Request {
         }
         let place = super::place(args.device, args.vram_budget.as_deref())?;
         Ok(Self { profile, overrides, method, asym: args.asym, shard_bytes, max_memory, place })
+    }
+
+    /// Zero points are chosen on the processor alone.
+    fn without_zero_points(&self, weights: &Inventory, decisions: &Decisions) -> Result<(), UserError> {
+        let asks = |id: TensorId| matches!(decisions.format(id), Format::Int { zero: Zero::Point, .. });
+        match (self.place, weights.tensors().iter().find(|(id, _)| asks(*id))) {
+            (Place::Gpu { .. }, Some((id, _))) => {
+                let error = UserError::new(format!("`{id}` is to have zero points, which `--device cuda` does not choose"));
+                Err(error.hint("drop --device cuda, or --asym and `:asym`"))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn recipe(&self, args: &QuantizeArgs, calibration: Option<Calibration>) -> Recipe {

@@ -166,13 +166,7 @@ impl Engine {
     }
 
     /// What down projections see of some pairs, `[pairs, F]`; a pair is of token `pair / divide`.
-    pub(super) fn expert_inner(
-        &self,
-        src: Slot,
-        layer: LayerId,
-        width: usize,
-        pairs: &Pairs,
-    ) -> Result<(), CudaError> {
+    pub(super) fn expert_inner(&self, src: Slot, layer: LayerId, width: usize, pairs: &Pairs) -> Result<(), CudaError> {
         let (Some(tiled), Ffn::Moe(moe)) = (&self.tiled, &self.spec.layers[layer.0 as usize].ffn) else { return Ok(()) };
         let (from, stride, table) = (self.at(src), self.row(src), self.store.table(layer.0));
         let (grid, Pairs { lists, counts, .. }) = (tiles::tiles(width, pairs.tok, moe.router.experts), *pairs);
