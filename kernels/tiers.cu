@@ -7,50 +7,79 @@
 // over the link by the products themselves. An expert without a copy in host memory has an address there at which nothing lies.
 //
 // table [E][6] and matrices [E][3] hold addresses of either place and follow every move. `ready` is the router's list in another order:
-// experts that are there, those that are read over the link, those that move. It is there once *num_slots, which the router left below
-// zero, is above; an expert on its way is there once its pieces are counted (Arrivals in common/routing.cuh), first those that the
-// first half of the experts reads, of all experts, then the others. So the products may run beside this kernel, and without bytes on
-// their way wait for its end.
+// experts that are there, those that are read over the link, those on their way from the layer before, those that move. It is there once
+// *num_slots, which the router left below zero, is above; an expert on its way is there once its pieces are counted (Arrivals in
+// common/routing.cuh), first those that the first half of the experts reads, of all experts, then the others. So the products may run beside
+// this kernel. All that is written but bytes is there once *num_slots has lost UNSETTLED.
 //
-// needs  E <= 1024, 1 <= S <= E, run_bytes, late and late_end % 16 == 0; counter, turn, arrived, waited zero before the first launch
+// Ahead: the layer behind is given what it will probably want, as far as its experts are missing there: the highest logits of its router on
+// this layer's input, or choices made beforehand. They take slots as above, of the least worthy that nobody wants, at most `most_ahead` of
+// them, and come over the link after what this layer needs. Scores do not change. Until the layer's own launch has seen who is on the
+// way, nobody else takes these slots.
+//
+// needs  E <= 1024, 1 <= S <= E, run_bytes, late and late_end % 16 == 0; counter, launches, arrived, waited, ahead zero before the first
+//        launch; T K <= 256 and most_ahead <= 32 for what comes ahead
 //
 // Every block decides for itself from the same state. The first writes list and state, the others copy. The state is read before the
-// wait: it is of the last step, many launches ago. The first block counts as one more piece of each expert on its way, so that whoever
-// has seen one arrive comes after all that is written here. Launch: one block and as many as fill the link, all resident, 256 threads, shared 8 E + 16 S + 8 ceil(E / 32).
+// wait: it is of the launch for the layer before, which the products behind that have seen settled. Launch: one block and as many as fill
+// the link, all resident, 256 threads, shared 12 E + 16 S + 12 ceil(E / 32), of the larger of both layers.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
 
+// Slots of a layer.
+struct TierSlots {
+  int* owner;           // [S] expert of each
+  int* score;           // [E]
+  int* visited;         // [E] step of the last visit, 0: none
+  const u64* host;      // [E] addresses of the runs
+  u64* table;           // [E][6]
+  u64* matrices;        // [E][3] of five words, of which two are addresses
+  u64 slots;            // address of the first
+  int E, S;
+  int permanent;        // slots whose experts never leave, the first
+  int run_bytes;
+  int late, late_end;   // bytes of a run that only the second half reads
+};
+static const int MOST_AHEAD = 32, MOST_GUESSES = 256;
+// Experts that a launch brought for the layer behind.
+struct AheadSet {
+  int ticket;           // launches up to the one that filled it
+  int count;
+  int done, blocks;     // blocks that have copied their share, and how many there are
+  u64 link_free;        // when a link that is imitated has sent them all
+  int expert[MOST_AHEAD];
+  u64 from[MOST_AHEAD], to[MOST_AHEAD];
+};
 struct FetchArgs {
   const int* ids;          // [num_pairs] chosen experts, in any order and number
   const ExpertSlot* list;  // or null
   ExpertSlot* ready;
   int* num_slots;          // of both
-  int* owner;              // [S] expert of each slot
-  int* score;              // [E]
-  int* visited;            // [E] step of the last visit, 0: none
-  int* now;                // steps so far
-  const u64* host;         // [E] addresses of the runs
-  u64* table;              // [E][6]
-  u64* matrices;           // [E][3] of five words, of which two are addresses
+  int* now;                // steps of this layer so far
   int* counter;            // blocks that have read the state
-  int* turn;               // which half of the next two; the other is cleared for the next launch
-  int* arrived;            // [2][2][MOST]: pieces of experts on their way, for the first and the second half
+  int* launches;           // so far; their parity says which of the next two is whose
+  int* arrived;            // [2][2][MOST]: pieces of experts on their way, for the first and the second half; and as much of those ahead
   int* waited;             // [2][2]: longest waits of the products, nanoseconds; null: they do not run beside this kernel
-  u64* stats;              // [7]
-  u64 slots;               // address of the first slot
-  int num_pairs, E, S;
-  int permanent;        // slots whose experts never leave, the first
-  int run_bytes;
-  int late, late_end;      // bytes of a run that only the second half reads
+  AheadSet* ahead;         // [2]
+  u64* stats;              // [9]
+  TierSlots here;
+  TierSlots next;          // E = 0: nothing is brought ahead
+  const float* logits;     // [T, E] of the layer behind; or null
+  const int* script;       // [steps][rows][K]: then these are its choices
+  const int* step;         // and its steps so far
+  int T, K, steps, rows;
+  int most_ahead;
+  int num_pairs;
   int shift;               // 0: no decay
   int rise;
   float ns_per_byte;       // of a slower link that is imitated; 0: none
+  int pad;
 };
 
 static const int MOST = MOST_MOVES, WORDS = MOST / 32;
-static const int THREADS = 256, LINE = THREADS * 16, AHEAD = 8;  // 16-byte loads in flight a thread
-static const int PIECE = LINE * AHEAD;
-enum Stat { CHOSEN, FETCHED, DIRECT, BYTES, BUSY_NS, STALL_NS, LAUNCHES };
+static const int THREADS = 256, LINE = THREADS * 16, LINES = 8;  // 16-byte loads in flight a thread
+static const int PIECE = LINE * LINES;
+enum Stat { CHOSEN, FETCHED, DIRECT, BYTES, BUSY_NS, STALL_NS, LAUNCHES, AHEAD, USED };
 
 DEV void wait_until(u64 time) {
   while (global_time() < time) {
@@ -58,6 +87,7 @@ DEV void wait_until(u64 time) {
 }
 DEV void store_v4(void* p, const uint4& v) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 DEV bool has(const u32* bits, int i) { return bits[i >> 5] >> (i & 31) & 1; }
+DEV void add_bit(u32* bits, int i) { atomicOr(bits + (i >> 5), 1u << (i & 31)); }
 DEV int count_of(const u32* bits, int words) {
   int n = 0;
 #pragma unroll 1
@@ -69,133 +99,253 @@ DEV int rank_of(const u32* bits, int i) { return count_of(bits, i >> 5) + __popc
 DEV void move_address(u64* address, u64 from, u64 to) {
   if (*address) *address += to - from;
 }
-// all addresses of expert e
-DEV void move_expert(const FetchArgs& a, int e, u64 from, u64 to) {
-#pragma unroll 1
-  for (int i = 0; i < 6; i++) {
-    move_address(a.table + (size_t)e * 6 + i, from, to);
-    move_address(a.matrices + ((size_t)e * 3 + i / 2) * 5 + i % 2, from, to);
-  }
+// Address i of 12 that a move changes: six of the expert that leaves the slot, six of the one that takes it.
+DEV void move_addresses(const TierSlots& a, int i, int leaves, int comes, u64 slot) {
+  const int e = i < 6 ? leaves : comes, p = i < 6 ? i : i - 6;
+  const u64 host = a.host[e], from = i < 6 ? slot : host, to = i < 6 ? host : slot;
+  move_address(a.table + (size_t)e * 6 + p, from, to);
+  move_address(a.matrices + ((size_t)e * 3 + p / 2) * 5 + p % 2, from, to);
 }
 
 // Bytes are sent in this order: of every move the part that the first half reads, then of every move the other.
-DEV int part_bytes(const FetchArgs& a, int part) { return part ? a.late_end - a.late : a.run_bytes - (a.late_end - a.late); }
-DEV int part_pieces(const FetchArgs& a, int part) { return div_up(part_bytes(a, part), PIECE); }
+DEV int part_bytes(const TierSlots& a, int part) { return part ? a.late_end - a.late : a.run_bytes - (a.late_end - a.late); }
+DEV int part_pieces(const TierSlots& a, int part) { return div_up(part_bytes(a, part), PIECE); }
+
+// What a block knows of a layer, in shared memory.
+struct Known {
+  u64 *worth, *slot_worth;             // of experts, of the residents of slots: score, then last visit
+  u32 *chosen, *missing, *flying;      // of experts: wanted, wanted and neither there nor on their way, on their way
+  u16 *owner, *order, *expert, *slot;  // of slots; slots, least worthy first; of each move
+  int words;
+
+  DEV Known(void* at, const TierSlots& a) : words(div_up(a.E, 32)) {
+    worth = (u64*)at, slot_worth = worth + a.E;
+    chosen = (u32*)(slot_worth + a.S), missing = chosen + words, flying = missing + words;
+    owner = (u16*)(flying + words), order = owner + a.S, expert = order + a.S, slot = expert + a.S;
+  }
+  // ends with a barrier
+  DEV void read(const TierSlots& a, int shift) const {
+#pragma unroll 1
+    for (int e = threadIdx.x; e < a.E; e += THREADS) {
+      const u32 score = (u32)load_s32_l2(a.score + e);
+      worth[e] = (u64)(score - (shift ? (score + (1u << shift) - 1) >> shift : 0)) << 32 | (u32)load_s32_l2(a.visited + e);
+    }
+#pragma unroll 1
+    for (int s = threadIdx.x; s < a.S; s += THREADS) owner[s] = (u16)load_s32_l2(a.owner + s);
+#pragma unroll 1
+    for (int w = threadIdx.x; w < words; w += THREADS) chosen[w] = flying[w] = 0, missing[w] = 0xffffffffu;
+    __syncthreads();
+#pragma unroll 1
+    for (int s = threadIdx.x; s < a.S; s += THREADS) {
+      const int e = owner[s];
+      slot_worth[s] = worth[e];
+      atomicAnd(missing + (e >> 5), ~(1u << (e & 31)));
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int s = threadIdx.x; s < a.S; s += THREADS) {
+      const u64 mine = slot_worth[s];
+      int rank = 0;
+#pragma unroll 4
+      for (int i = 0; i < a.S; i++) rank += slot_worth[i] < mine || (slot_worth[i] == mine && owner[i] > owner[s]);
+      order[rank] = (u16)s;
+    }
+    __syncthreads();
+  }
+  // whether the expert of a slot may leave it
+  DEV bool leaves(const TierSlots& a, int s) const { return s >= a.permanent && !has(chosen, owner[s]) && !has(flying, owner[s]); }
+};
+
+// One piece of a run into a slot; returns the bytes of the part up to its end.
+DEV int copy_piece(const TierSlots& a, const char* from, char* to, int part, int piece) {
+  // where in the run byte b of the part is
+  const int bytes = part_bytes(a, part), first = piece * PIECE, mine = first + (int)threadIdx.x * 16, skip_from = part ? 0 : a.late, skip = part ? a.late : part_bytes(a, 1);
+  const auto place = [&](int b) { return b < skip_from ? b : b + skip; };
+  uint4 v[LINES];
+#pragma unroll
+  for (int i = 0; i < LINES; i++)
+    if (mine + i * LINE < bytes) v[i] = load_streaming(from + place(mine + i * LINE));
+#pragma unroll
+  for (int i = 0; i < LINES; i++)
+    if (mine + i * LINE < bytes) store_v4(to + place(mine + i * LINE), v[i]);
+  return min_int(first + PIECE, bytes);
+}
+// By all blocks but the first: this block's pieces of so many moves. `run(m, from, to)` says where a move is, `sent` when an imitated link
+// has sent what comes before.
+template <class Run>
+DEV void copy_moves(const TierSlots& a, int moves, Run run, int* arrived, u64 sent, float ns_per_byte) {
+  const int early = moves * part_pieces(a, 0), items = early + moves * part_pieces(a, 1);
+#pragma unroll 1
+  for (int item = blockIdx.x - 1; item < items; item += gridDim.x - 1) {
+    const int part = item >= early, index = item - part * early, each = part_pieces(a, part), m = index / each;
+    const char* from;
+    char* to;
+    run(m, from, to);
+    const int upto = copy_piece(a, from, to, part, index - m * each);
+    if (ns_per_byte > 0.f) wait_until(sent + (u64)((double)((part ? (u64)moves * part_bytes(a, 0) : 0) + (u64)m * part_bytes(a, part) + upto) * ns_per_byte));
+    __syncthreads();
+    if (threadIdx.x == 0) add_release(arrived + part * MOST + m, 1);
+  }
+}
+
+// By the first block: who is brought for the layer behind. Writes the set but for its ticket.
+DEV void look_ahead(const FetchArgs& a, void* fetch_sh, AheadSet& set, int* arrived) {
+  const TierSlots& next = a.next;
+  __shared__ u16 guess_sh[MOST_GUESSES];
+  __shared__ int count_sh;
+  const Known known(fetch_sh, next);
+  float* logit_sh = (float*)((char*)fetch_sh + 8 * next.E + 16 * next.S + 12 * known.words);
+  // the blocks that filled it before, two launches ago, are done with it
+  if (threadIdx.x == 0)
+    while (load_acquire(&set.done) != set.blocks) {
+    }
+  known.read(next, a.shift);
+  const int guesses = a.T * a.K;
+  if (a.script) {
+    const int* choices = a.script + (size_t)(load_s32_l2(a.step) % a.steps) * a.rows * a.K;
+#pragma unroll 1
+    for (int p = threadIdx.x; p < guesses; p += THREADS) guess_sh[p % a.K * a.T + p / a.K] = (u16)choices[p];
+    __syncthreads();
+  } else {
+#pragma unroll 1
+    for (int t = 0; t < a.T; t++) {
+#pragma unroll 1
+      for (int e = threadIdx.x; e < next.E; e += THREADS) logit_sh[e] = load_f32_l2(a.logits + (size_t)t * next.E + e);
+      __syncthreads();
+#pragma unroll 1
+      for (int e = threadIdx.x; e < next.E; e += THREADS) {
+        const float mine = logit_sh[e];
+        int rank = 0;
+#pragma unroll 8
+        for (int i = 0; i < next.E; i++) rank += logit_sh[i] > mine || (logit_sh[i] == mine && i < e);
+        if (rank < a.K) guess_sh[rank * a.T + t] = (u16)e;
+      }
+      __syncthreads();
+    }
+  }
+#pragma unroll 1
+  for (int p = threadIdx.x; p < guesses; p += THREADS) add_bit(known.chosen, guess_sh[p]);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int n = 0, place = 0;
+#pragma unroll 1
+    for (int p = 0; p < guesses && n < a.most_ahead; p++) {
+      const int e = guess_sh[p];
+      if (!has(known.missing, e)) continue;
+      while (place < next.S && !known.leaves(next, known.order[place])) place++;
+      if (place == next.S) break;
+      known.missing[e >> 5] &= ~(1u << (e & 31));
+      known.expert[n] = (u16)e, known.slot[n++] = known.order[place++];
+    }
+    count_sh = n, set.count = n, set.done = 0, set.blocks = (int)gridDim.x - 1;
+  }
+  __syncthreads();
+  const int count = count_sh;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 12 * count; i += THREADS) move_addresses(next, i % 12, known.owner[known.slot[i / 12]], known.expert[i / 12], next.slots + (u64)known.slot[i / 12] * next.run_bytes);
+#pragma unroll 1
+  for (int m = threadIdx.x; m < count; m += THREADS) {
+    const int e = known.expert[m], s = known.slot[m];
+    next.owner[s] = e;
+    set.expert[m] = e, set.from[m] = next.host[e], set.to[m] = next.slots + (u64)s * next.run_bytes;
+    arrived[m] = arrived[MOST + m] = 0;
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __grid_constant__ FetchArgs a) {
   extern __shared__ u64 fetch_sh[];
-  const int words = div_up(a.E, 32), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  u64 *worth_sh = fetch_sh, *slot_worth_sh = worth_sh + a.E;         // of experts, of the residents of slots: score, then last visit
-  u32 *chosen_sh = (u32*)(slot_worth_sh + a.S), *missing_sh = chosen_sh + words;
-  u16 *owner_sh = (u16*)(missing_sh + words), *order_sh = owner_sh + a.S;  // slots, least worthy first
-  u16 *expert_sh = order_sh + a.S, *slot_sh = expert_sh + a.S;        // of each move
-  __shared__ int idle_sh;  // permanent slots whose experts are not chosen
-  const u32 now = *a.now + 1;
-  const int turn = *a.turn & 1;
-#pragma unroll 1
-  for (int e = threadIdx.x; e < a.E; e += THREADS) {
-    const u32 score = (u32)a.score[e];
-    worth_sh[e] = (u64)(score - (a.shift ? (score + (1u << a.shift) - 1) >> a.shift : 0)) << 32 | (u32)a.visited[e];
-  }
-#pragma unroll 1
-  for (int s = threadIdx.x; s < a.S; s += THREADS) owner_sh[s] = (u16)a.owner[s];
-#pragma unroll 1
-  for (int w = threadIdx.x; w < words; w += THREADS) chosen_sh[w] = 0, missing_sh[w] = 0xffffffffu;
+  __shared__ int idle_sh;  // slots that nobody may take whose experts are not chosen
+  const TierSlots& here = a.here;
+  const Known known(fetch_sh, here);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, words = known.words;
+  const u32 now = load_s32_l2(a.now) + 1;
+  const int launches = load_s32_l2(a.launches), turn = launches & 1;
   if (threadIdx.x == 0) idle_sh = 0;
-  __syncthreads();
+  known.read(here, a.shift);
   if (blockIdx.x != 0 && threadIdx.x == 0) add_release(a.counter, 1);
-#pragma unroll 1
-  for (int s = threadIdx.x; s < a.S; s += THREADS) {
-    const int e = owner_sh[s];
-    slot_worth_sh[s] = worth_sh[e];
-    atomicAnd(missing_sh + (e >> 5), ~(1u << (e & 31)));
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int s = threadIdx.x; s < a.S; s += THREADS) {
-    const u64 worth = slot_worth_sh[s];
-    int rank = 0;
-#pragma unroll 4
-    for (int i = 0; i < a.S; i++) rank += slot_worth_sh[i] < worth || (slot_worth_sh[i] == worth && owner_sh[i] > owner_sh[s]);
-    order_sh[rank] = (u16)s;
-  }
   dependency_wait();
   dependents_launch();
 
-  const u64 start = global_time();
+  AheadSet& set = a.ahead[turn];
+  const AheadSet& before = a.ahead[turn ^ 1];
+  const bool followed = before.ticket == launches;
+  const int flying = followed ? before.count : 0;
+  u64 start = global_time();
+  const u64 began = start;
+  if (flying && a.ns_per_byte > 0.f && before.link_free > start) start = before.link_free;
 #pragma unroll 1
-  for (int p = threadIdx.x; p < a.num_pairs; p += THREADS) {
-    const int e = a.ids[p];
-    atomicOr(chosen_sh + (e >> 5), 1u << (e & 31));
-  }
+  for (int p = threadIdx.x; p < a.num_pairs; p += THREADS) add_bit(known.chosen, a.ids[p]);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < flying; i += THREADS) add_bit(known.flying, before.expert[i]);
   __syncthreads();
 #pragma unroll 1
-  for (int w = threadIdx.x; w < words; w += THREADS) missing_sh[w] &= chosen_sh[w];
-  __syncthreads();
+  for (int w = threadIdx.x; w < words; w += THREADS) known.missing[w] &= known.chosen[w];
 #pragma unroll 1
-  for (int s = threadIdx.x; s < a.permanent; s += THREADS)
-    if (!has(chosen_sh, owner_sh[s])) atomicAdd(&idle_sh, 1);
+  for (int s = threadIdx.x; s < here.S; s += THREADS)
+    if (!has(known.chosen, known.owner[s]) && !known.leaves(here, s)) atomicAdd(&idle_sh, 1);
   __syncthreads();
-  const int chosen = count_of(chosen_sh, words), missing = count_of(missing_sh, words), there = chosen - missing, moves = min_int(missing, a.S - there - idle_sh);
+  const int chosen = count_of(known.chosen, words), missing = count_of(known.missing, words), there = chosen - missing, moves = min_int(missing, here.S - there - idle_sh);
   if (moves > 0) {
 #pragma unroll 1
-    for (int e = threadIdx.x; e < a.E; e += THREADS) {
-      if (!has(missing_sh, e)) continue;
-      const int rank = rank_of(missing_sh, e);
-      if (rank < moves) expert_sh[rank] = (u16)e;
+    for (int e = threadIdx.x; e < here.E; e += THREADS) {
+      if (!has(known.missing, e)) continue;
+      const int rank = rank_of(known.missing, e);
+      if (rank < moves) known.expert[rank] = (u16)e;
     }
     if (warp == 0)
 #pragma unroll 1
       for (int base = 0, found = 0; found < moves; base += 32) {
-        const int s = base + lane < a.S ? order_sh[base + lane] : 0;
-        const u32 free = __ballot_sync(0xffffffffu, base + lane < a.S && s >= a.permanent && !has(chosen_sh, owner_sh[s]));
+        const int s = base + lane < here.S ? known.order[base + lane] : 0;
+        const u32 free = __ballot_sync(0xffffffffu, base + lane < here.S && known.leaves(here, s));
         const int rank = found + __popc(free & ((1u << lane) - 1));
-        if ((free >> lane & 1) && rank < moves) slot_sh[rank] = (u16)s;
+        if ((free >> lane & 1) && rank < moves) known.slot[rank] = (u16)s;
         found += __popc(free);
       }
   }
   __syncthreads();
 
-  int* arrived = a.arrived + turn * 2 * MOST;
-  const u64 direct_bytes = (u64)(missing - moves) * a.run_bytes;
+  int *arrived = a.arrived + turn * 2 * MOST, *ahead = a.arrived + (2 + turn) * 2 * MOST;
+  const u64 direct_bytes = (u64)(missing - moves) * here.run_bytes;
+  const u64 direct_sent = start + (u64)((double)direct_bytes * a.ns_per_byte), sent = direct_sent + (u64)((double)((u64)moves * here.run_bytes) * a.ns_per_byte);
   if (blockIdx.x != 0) {
-#pragma unroll 1
-    for (int item = blockIdx.x - 1; item < moves * (part_pieces(a, 0) + part_pieces(a, 1)); item += gridDim.x - 1) {
-      const int part = item >= moves * part_pieces(a, 0), index = item - part * moves * part_pieces(a, 0), each = part_pieces(a, part);
-      const int m = index / each, first = (index - m * each) * PIECE, bytes = part_bytes(a, part);
-      const char* from = (const char*)a.host[expert_sh[m]];
-      char* to = (char*)a.slots + (u64)slot_sh[m] * a.run_bytes;
-      // where in the run byte b of the part is
-      const int mine = first + (int)threadIdx.x * 16, skip_from = part ? 0 : a.late, skip = part ? a.late : part_bytes(a, 1);
-      const auto place = [&](int b) { return b < skip_from ? b : b + skip; };
-      uint4 v[AHEAD];
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (mine + i * LINE < bytes) v[i] = load_streaming(from + place(mine + i * LINE));
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (mine + i * LINE < bytes) store_v4(to + place(mine + i * LINE), v[i]);
-      if (a.ns_per_byte > 0.f) {
-        const u64 before = part ? (u64)moves * part_bytes(a, 0) : 0;
-        wait_until(start + (u64)((double)(direct_bytes + before + (u64)m * bytes + min_int(first + PIECE, bytes)) * a.ns_per_byte));
+    const auto run = [&](int m, const char*& from, char*& to) { from = (const char*)here.host[known.expert[m]], to = (char*)here.slots + (u64)known.slot[m] * here.run_bytes; };
+    copy_moves(here, moves, run, arrived, direct_sent, a.ns_per_byte);
+    if (a.next.E == 0) return;
+    if (threadIdx.x == 0)
+      while (load_acquire(&set.ticket) != launches + 1) {
       }
-      __syncthreads();
-      if (threadIdx.x == 0) add_release(arrived + part * MOST + m, 1);
-    }
+    __syncthreads();
+    const auto early = [&](int m, const char*& from, char*& to) { from = (const char*)set.from[m], to = (char*)set.to[m]; };
+    copy_moves(a.next, set.count, early, ahead, sent, a.ns_per_byte);
+    if (threadIdx.x == 0) add_release(&set.done, 1);
     return;
   }
 
-  if (a.ns_per_byte > 0.f) wait_until(start + (u64)((double)direct_bytes * a.ns_per_byte));  // the products read as fast as the link is
-  if (a.list) {
+  if (a.ns_per_byte > 0.f) wait_until(direct_sent);  // the products read as fast as the link is
+  if (!a.waited && flying && threadIdx.x == 0)
+    while (load_acquire(&before.done) != before.blocks) {  // who waits for this kernel does not wait for that one
+    }
+  int used = 0;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < a.E; e += THREADS) {
-      if (!has(chosen_sh, e)) continue;
-      const bool lacks = has(missing_sh, e);
-      const int rank = rank_of(missing_sh, e), from = rank_of(chosen_sh, e);
+  for (int i = 0; i < flying; i++) used += has(known.chosen, before.expert[i]);
+  if (a.list) {
+    const int present = there - used, direct = missing - moves;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < here.E; e += THREADS) {
+      if (!has(known.chosen, e)) continue;
+      const bool lacks = has(known.missing, e), flies = has(known.flying, e);
+      const int rank = rank_of(known.missing, e), from = rank_of(known.chosen, e);
+      int flown = 0, mine = 0;  // those of the chosen on their way that come before it; its place among all on their way
+#pragma unroll 1
+      for (int i = 0; i < flying; i++) {
+        const int other = before.expert[i];
+        flown += other < e && has(known.chosen, other);
+        if (other == e) mine = i;
+      }
       const bool moves_in = lacks && rank < moves;
-      const int to = !lacks ? from - rank : moves_in ? there + missing - moves + rank : there + rank - moves;
-      const u64 by = moves_in ? a.slots + (u64)slot_sh[rank] * a.run_bytes - a.host[e] : 0;
-      const uint4 *source = (const uint4*)(a.list + from);
+      const int to = flies ? present + direct + flown : !lacks ? from - rank - flown : moves_in ? chosen - moves + rank : present + rank - moves;
+      const u64 by = moves_in ? here.slots + (u64)known.slot[rank] * here.run_bytes - here.host[e] : 0;
+      const uint4* source = (const uint4*)(a.list + from);
       uint4* target = (uint4*)(a.ready + to);
 #pragma unroll
       for (int i = 0; i < 3; i++) {
@@ -204,49 +354,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
       }
 #pragma unroll
       for (int i = 3; i < 6; i++) target[i] = source[i];
-      a.ready[to].arrival = moves_in ? 1 + turn * 2 * MOST + rank : 0;
+      a.ready[to].arrival = moves_in ? 1 + turn * 2 * MOST + rank : flies ? 1 + (2 + (turn ^ 1)) * 2 * MOST + mine : 0;
     }
     __syncthreads();
-    if (threadIdx.x == 0) store_release(a.num_slots, chosen);
+    if (threadIdx.x == 0) store_release(a.num_slots, chosen | UNSETTLED);
   }
 
   if (threadIdx.x == 0) {
     while (load_acquire(a.counter) != (int)gridDim.x - 1) {
     }
-    *a.counter = 0, *a.turn = turn ^ 1, *a.now = (int)now;
+    *a.counter = 0, *a.launches = launches + 1, *a.now = (int)now;
   }
   __syncthreads();
 #pragma unroll 1
-  for (int m = threadIdx.x; m < moves; m += THREADS) {
-    const int e = expert_sh[m], s = slot_sh[m], before = owner_sh[s];
-    const u64 slot = a.slots + (u64)s * a.run_bytes;
-    a.owner[s] = e;
-    move_expert(a, before, slot, a.host[before]);
-    move_expert(a, e, a.host[e], slot);
-  }
+  for (int i = threadIdx.x; i < 12 * moves; i += THREADS) move_addresses(here, i % 12, known.owner[known.slot[i / 12]], known.expert[i / 12], here.slots + (u64)known.slot[i / 12] * here.run_bytes);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < a.E; e += THREADS) {
-    const bool used = has(chosen_sh, e);
-    a.score[e] = (int)(worth_sh[e] >> 32) + (used ? a.rise : 0), a.visited[e] = used ? (int)now : (int)worth_sh[e];
+  for (int m = threadIdx.x; m < moves; m += THREADS) here.owner[known.slot[m]] = known.expert[m];
+#pragma unroll 1
+  for (int e = threadIdx.x; e < here.E; e += THREADS) {
+    const bool wanted = has(known.chosen, e);
+    here.score[e] = (int)(known.worth[e] >> 32) + (wanted ? a.rise : 0), here.visited[e] = wanted ? (int)now : (int)known.worth[e];
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * MOST; i += THREADS) a.arrived[(turn ^ 1) * 2 * MOST + i] = 0;
   u64 stall = 0;
   if (threadIdx.x == 0 && a.waited) {
-    int* before = a.waited + (turn ^ 1) * 2;
-    stall = before[0] + before[1], before[0] = before[1] = 0;
+    int* waits = a.waited + (turn ^ 1) * 2;
+    stall = waits[0] + waits[1], waits[0] = waits[1] = 0;
   }
   __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * moves; i += THREADS) add_release(arrived + (i < moves ? i : MOST + i - moves), 1);
+  if (a.next.E) {
+    look_ahead(a, fetch_sh, set, ahead);
+    __syncthreads();
+    if (threadIdx.x == 0) set.link_free = sent + (u64)((double)((u64)set.count * a.next.run_bytes) * a.ns_per_byte), store_release(&set.ticket, launches + 1);
+  }
   if (threadIdx.x != 0) return;
+  if (a.list) store_release(a.num_slots, chosen);
 #pragma unroll 1
   for (int i = 0; i < 2 * moves; i++)
-    while (load_acquire(arrived + (i < moves ? i : MOST + i - moves)) != 1 + part_pieces(a, i >= moves)) {
+    while (load_acquire(arrived + (i < moves ? i : MOST + i - moves)) != part_pieces(here, i >= moves)) {
     }
-  const u64 busy = global_time() - start;
-  a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves, a.stats[BYTES] += (u64)missing * a.run_bytes;
+  if (a.next.E)
+    while (load_acquire(&set.done) != set.blocks) {
+    }
+  const u64 busy = global_time() - began, ahead_moves = a.next.E ? set.count : 0;
+  a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves;
+  a.stats[BYTES] += (u64)missing * here.run_bytes + ahead_moves * a.next.run_bytes;
   a.stats[BUSY_NS] += busy, a.stats[STALL_NS] += a.waited ? stall : busy, a.stats[LAUNCHES] += 1;
+  a.stats[AHEAD] += ahead_moves, a.stats[USED] += used;
 }
 
 // The host gave some experts a copy in its memory, or took it: their addresses follow, and those of the list. Once an expert a launch.

@@ -1,6 +1,7 @@
 //! The steps of a plan as launches of the plain kernels: one exhaustive `match`.
 
 use super::device::CudaError;
+use super::experts::Behind;
 use super::launch;
 use super::plain::{Pages, Router};
 use super::{Engine, View};
@@ -95,7 +96,7 @@ impl Engine {
                 let most = self.store.tiers().map_or(usize::MAX, |t| t.most_pairs(layer.0)) / top_k.max(1);
                 for first in (0..num_tok).step_by(most.max(1)) {
                     let (num_tok, pair) = (most.min(num_tok - first), first * top_k);
-                    self.fetch(layer.0, pair, num_tok * top_k, 0, false)?;
+                    self.fetch(layer.0, pair, num_tok * top_k, 0, None)?;
                     let row = |slot: Slot| self.at(slot) + 4 * (first * self.row(slot) as usize) as u64;
                     let (experts, gates) = (self.work.experts.at(4 * pair), self.work.gates.at(4 * pair));
                     let inner = self.work.inner.at(4 * pair * width);
@@ -127,15 +128,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile. Nothing to do
-    /// if all are on the device.
+    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile, and experts
+    /// are brought for the layer behind, if it is named. Nothing to do if all are on the device.
     pub(super) fn fetch(
         &self,
         layer: u32,
         first_pair: usize,
         num_pairs: usize,
         list: u64,
-        beside: bool,
+        beside: Option<Option<Behind>>,
     ) -> Result<(), EngineError> {
         let Some(tiers) = self.store.tiers() else { return Ok(()) };
         let num_slots = self.work.num_slots.at(0);
@@ -149,8 +150,13 @@ impl Engine {
             }
         }
         let ids = (self.work.experts.at(4 * first_pair), num_pairs);
-        let Some(args) = tiers.fetch(layer, ids, (list, num_slots), tables, beside) else { return Ok(()) };
-        Ok(self.fast.launch("tiers_fetch", tiers.grid(layer, self.limits()), &args)?)
+        let Some(args) = tiers.fetch(layer, ids, (list, num_slots), tables, beside.is_some()) else { return Ok(()) };
+        let behind = beside.flatten();
+        let args = behind.map_or(args, |b| {
+            let tables = (self.store.addresses(b.layer), self.store.table(b.layer));
+            tiers.ahead(args, b.layer, tables, b.guess, self.ahead)
+        });
+        Ok(self.fast.launch("tiers_fetch", tiers.grid(layer, behind.map(|b| b.layer), self.limits()), &args)?)
     }
 
     /// The buffer whose row length a step sets, and that length.

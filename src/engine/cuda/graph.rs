@@ -298,17 +298,15 @@ impl Engine {
             let graph = self.captured(|engine| engine.decode_step(num_tok, choice))?;
             self.decode.graphs.insert(key, graph);
         }
-        self.host = Default::default();
-        (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
-        self.work.row = self.plan.widths;
-        self.work.row[Slot::Logits as usize] = self.spec.vocab;
         if stops {
-            return self.decode_step(num_tok, choice);
-        }
-        if let Some(graph) = self.decode.graphs.get(&key) {
+            self.decode_step(num_tok, choice)?;
+        } else if let Some(graph) = self.decode.graphs.get(&key) {
             self.store.tiers().iter().for_each(|t| t.forget());
             graph.launch()?;
         }
+        self.host = Default::default();
+        (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
+        self.forget_rows();
         Ok(())
     }
 
@@ -346,7 +344,7 @@ impl Engine {
     /// The launches of one step: the plan, then the choice, which also moves the positions on.
     fn decode_step(&mut self, num_tok: usize, choice: Choice) -> Result<(), EngineError> {
         let view = self.decode_view(num_tok);
-        self.work.row = self.plan.widths;
+        self.forget_rows();
         if !self.decodes_fully(&view) {
             self.rotate(&view)?;
         }

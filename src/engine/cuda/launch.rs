@@ -512,6 +512,8 @@ pub fn down(
     limits: Limits,
 ) -> Option<DownLaunch> {
     const WARPS: usize = 8;
+    // Long stages take so many groups a warp that a warp's latency shows: they get twice as many warps.
+    const LONG_WARPS: usize = 16;
     const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
     if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
@@ -520,8 +522,9 @@ pub fn down(
     let (groups, row_bytes, pairs) = (f.div_ceil(GROUP_K), f * width.bits / 8, num_tok * top_k);
     let chunk = groups.div_ceil(row_bytes.div_ceil(MOST_SLICE));
     let chunks = groups.div_ceil(chunk);
-    let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(WARPS);
-    let teams = WARPS / split;
+    let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(LONG_WARPS);
+    let warps = split.max(WARPS);
+    let teams = warps / split;
     let stage = (16 * (16 * chunk * width.bits).min(row_bytes) + 64 + 32 * width.scales(f)).next_multiple_of(16);
     let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
@@ -529,25 +532,26 @@ pub fn down(
     let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
     let fits = |stages: &usize| stages * stage + rest + STREAM_STATIC <= limits.block_shared_bytes;
     let stages = (1..=useful / teams).rev().map(|n| n * teams).find(fits)?;
-    let threads = 32 * (WARPS + 1) as u32;
+    let threads = 32 * (warps + 1) as u32;
     let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], threads).shared(stages * stage + rest);
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
 /// Blocks that copy experts, a few megabytes in flight together.
 const COPY_BLOCKS: usize = 64;
-/// Bytes that one of them copies at a time; `AHEAD` in `tiers.cu`.
+/// Bytes that one of them copies at a time; `PIECE` in `tiers.cu`.
 const COPY_PIECE: usize = 256 * 16 * 8;
 
-/// Missing experts over the link: a block that decides, and those that copy.
-pub fn fetch(experts: usize, slots: usize, limits: Limits) -> Grid {
-    let shared = 8 * experts + 16 * slots + 8 * experts.div_ceil(32);
-    Grid::new([1 + COPY_BLOCKS.min(limits.num_sm), 1, 1], 256).shared(shared)
+/// Missing experts over the link: a block that decides, and those that copy. Of layers with so many experts and slots, the one they
+/// are for and the one behind.
+pub fn fetch(layers: &[(usize, usize)], limits: Limits) -> Grid {
+    let shared = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
+    Grid::new([1 + COPY_BLOCKS.min(limits.num_sm), 1, 1], 256).shared(shared.unwrap_or(0))
 }
 
-/// Pieces in which so many bytes of an expert are copied, and one for the block that decides.
+/// Pieces in which so many bytes of an expert are copied.
 pub fn fetch_pieces(bytes: usize) -> usize {
-    1 + bytes.div_ceil(COPY_PIECE)
+    bytes.div_ceil(COPY_PIECE)
 }
 
 /// The sum over ranks.
@@ -697,7 +701,7 @@ mod tests {
                         }
                     }
                     if let Some(l) = down(width, d, f, top_k, 1, None, limits) {
-                        assert!(l.stages % (8 / l.split) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
+                        assert!(l.stages % (8_usize.div_ceil(l.split)) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                     }
                 }
             }
