@@ -21,10 +21,13 @@
 //        launch; T K <= 256 and most_ahead <= 32 for what comes ahead
 //
 // Every block decides for itself from the same state. The first writes list and state, the others copy. The state is read before the
-// wait: it is of the launch for the layer before, which the products behind that have seen settled. Launch: one block and as many as fill
-// the link, all resident, 256 threads, shared 12 E + 16 S + 12 ceil(E / 32), of the larger of both layers.
+// wait: it is of the launch for the layer before, which the products behind that have seen settled. From sm_90 a thread a block copies,
+// through a ring in shared memory; a few blocks with multiprocessors of their own then keep the link busy and nobody waiting for room.
+// Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 32768 + 12 E + 16 S + 12 ceil(E / 32), of the
+// larger of both layers; stages >= 1 from sm_90, else 0.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
+#include "common/stream.cuh"
 
 // Slots of a layer.
 struct TierSlots {
@@ -72,13 +75,13 @@ struct FetchArgs {
   int num_pairs;
   int shift;               // 0: no decay
   int rise;
+  int stages;              // of 32 KB in shared memory that bytes pass through
   float ns_per_byte;       // of a slower link that is imitated; 0: none
-  int pad;
 };
 
 static const int MOST = MOST_MOVES, WORDS = MOST / 32;
 static const int THREADS = 256, LINE = THREADS * 16, LINES = 8;  // 16-byte loads in flight a thread
-static const int PIECE = LINE * LINES;
+static const int PIECE = LINE * LINES, MOST_STAGES = 8;
 enum Stat { CHOSEN, FETCHED, DIRECT, BYTES, BUSY_NS, STALL_NS, LAUNCHES, AHEAD, USED };
 
 DEV void wait_until(u64 time) {
@@ -156,45 +159,110 @@ struct Known {
   DEV bool leaves(const TierSlots& a, int s) const { return s >= a.permanent && !has(chosen, owner[s]) && !has(flying, owner[s]); }
 };
 
-// One piece of a run into a slot; returns the bytes of the part up to its end.
-DEV int copy_piece(const TierSlots& a, const char* from, char* to, int part, int piece) {
-  // where in the run byte b of the part is
-  const int bytes = part_bytes(a, part), first = piece * PIECE, mine = first + (int)threadIdx.x * 16, skip_from = part ? 0 : a.late, skip = part ? a.late : part_bytes(a, 1);
-  const auto place = [&](int b) { return b < skip_from ? b : b + skip; };
-  uint4 v[LINES];
-#pragma unroll
-  for (int i = 0; i < LINES; i++)
-    if (mine + i * LINE < bytes) v[i] = load_streaming(from + place(mine + i * LINE));
-#pragma unroll
-  for (int i = 0; i < LINES; i++)
-    if (mine + i * LINE < bytes) store_v4(to + place(mine + i * LINE), v[i]);
-  return min_int(first + PIECE, bytes);
-}
-// By all blocks but the first: this block's pieces of so many moves. `run(m, from, to)` says where a move is, `sent` when an imitated link
-// has sent what comes before.
+// Where in a run byte `b` of a part is, and how many bytes follow it up to `end` without a gap.
+DEV int place_of(const TierSlots& a, int part, int b) { return part ? a.late + b : b < a.late ? b : b + a.late_end - a.late; }
+DEV int unbroken(const TierSlots& a, int part, int b, int end) { return part || b >= a.late ? end - b : min_int(end, a.late) - b; }
+
+// A piece that this block brings.
+struct Piece {
+  const char* from;
+  char* to;
+  int m, part;
+  int first, end;  // bytes of the part
+};
+// By all blocks but the first: this block's pieces of so many moves. `run(m, from, to)` says where a move is; nothing counts as arrived
+// before an imitated link, free from `free` on, has sent it and what comes before.
 template <class Run>
-DEV void copy_moves(const TierSlots& a, int moves, Run run, int* arrived, u64 sent, float ns_per_byte) {
-  const int early = moves * part_pieces(a, 0), items = early + moves * part_pieces(a, 1);
-#pragma unroll 1
-  for (int item = blockIdx.x - 1; item < items; item += gridDim.x - 1) {
-    const int part = item >= early, index = item - part * early, each = part_pieces(a, part), m = index / each;
-    const char* from;
-    char* to;
-    run(m, from, to);
-    const int upto = copy_piece(a, from, to, part, index - m * each);
-    if (ns_per_byte > 0.f) wait_until(sent + (u64)((double)((part ? (u64)moves * part_bytes(a, 0) : 0) + (u64)m * part_bytes(a, part) + upto) * ns_per_byte));
-    __syncthreads();
-    if (threadIdx.x == 0) add_release(arrived + part * MOST + m, 1);
+struct Moves {
+  const TierSlots& a;
+  int moves;
+  Run run;
+  int* arrived;
+  u64 free;
+  float ns_per_byte;
+
+  DEV int items() const { return moves * (part_pieces(a, 0) + part_pieces(a, 1)); }
+  DEV Piece piece(int item) const {
+    Piece p;
+    const int early = moves * part_pieces(a, 0);
+    p.part = item >= early;
+    const int index = item - p.part * early, each = part_pieces(a, p.part);
+    p.m = index / each, p.first = (index - p.m * each) * PIECE, p.end = min_int(p.first + PIECE, part_bytes(a, p.part));
+    run(p.m, p.from, p.to);
+    return p;
   }
+  // by one thread that has seen the bytes written
+  DEV void count(const Piece& p) const {
+    if (ns_per_byte > 0.f) wait_until(free + (u64)((double)((p.part ? (u64)moves * part_bytes(a, 0) : 0) + (u64)p.m * part_bytes(a, p.part) + p.end) * ns_per_byte));
+    add_release(arrived + p.part * MOST + p.m, 1);
+  }
+  // ring_sh: `stages` of 32 KB, full_sh: as many barriers, used `turn` times each so far
+  DEV void copy(char* ring_sh, u64* full_sh, int stages, int& turn) const {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x != 0) return;
+    const int step = gridDim.x - 1, mine = blockIdx.x - 1, num = (max_int(items() - mine, 0) + step - 1) / step;
+    const auto ask = [&](int n) {
+      const Piece p = piece(mine + n * step);
+      u64* full = full_sh + (turn + n) % stages;
+      char* to_sh = ring_sh + (turn + n) % stages * PIECE;
+      stream_expect_one(full, p.end - p.first);
+#pragma unroll 1
+      for (int b = p.first; b < p.end;) {
+        const int bytes = unbroken(a, p.part, b, p.end);
+        bulk_load(full, to_sh + (b - p.first), p.from + place_of(a, p.part, b), bytes);
+        b += bytes;
+      }
+    };
+    for (int n = 0; n < min_int(stages, num); n++) ask(n);
+#pragma unroll 1
+    for (int n = 0; n < num; n++) {
+      const Piece p = piece(mine + n * step);
+      const int stage = (turn + n) % stages;
+      barrier_wait(full_sh + stage, (turn + n) / stages & 1);
+#pragma unroll 1
+      for (int b = p.first; b < p.end;) {
+        const int bytes = unbroken(a, p.part, b, p.end);
+        bulk_store(p.to + place_of(a, p.part, b), ring_sh + stage * PIECE + (b - p.first), bytes);
+        b += bytes;
+      }
+      bulk_commit();
+      bulk_read_wait();  // the stage may be filled again
+      if (n + stages < num) ask(n + stages);
+      if (n > 0) bulk_wait<1>(), count(piece(mine + (n - 1) * step));
+    }
+    bulk_wait<0>();
+    if (num > 0) count(piece(mine + (num - 1) * step));
+    turn += num;
+#else
+#pragma unroll 1
+    for (int item = blockIdx.x - 1; item < items(); item += gridDim.x - 1) {
+      const Piece p = piece(item);
+      const int at = p.first + (int)threadIdx.x * 16;
+      uint4 v[LINES];
+#pragma unroll
+      for (int i = 0; i < LINES; i++)
+        if (at + i * LINE < p.end) v[i] = load_streaming(p.from + place_of(a, p.part, at + i * LINE));
+#pragma unroll
+      for (int i = 0; i < LINES; i++)
+        if (at + i * LINE < p.end) store_v4(p.to + place_of(a, p.part, at + i * LINE), v[i]);
+      __syncthreads();
+      if (threadIdx.x == 0) count(p);
+    }
+#endif
+  }
+};
+template <class Run>
+DEV void copy_moves(const TierSlots& a, int moves, Run run, int* arrived, u64 free, float ns_per_byte, char* ring_sh, u64* full_sh, int stages, int& turn) {
+  Moves<Run>{a, moves, run, arrived, free, ns_per_byte}.copy(ring_sh, full_sh, stages, turn);
 }
 
 // By the first block: who is brought for the layer behind. Writes the set but for its ticket.
-DEV void look_ahead(const FetchArgs& a, void* fetch_sh, AheadSet& set, int* arrived) {
+DEV void look_ahead(const FetchArgs& a, void* known_sh, AheadSet& set, int* arrived) {
   const TierSlots& next = a.next;
   __shared__ u16 guess_sh[MOST_GUESSES];
   __shared__ int count_sh;
-  const Known known(fetch_sh, next);
-  float* logit_sh = (float*)((char*)fetch_sh + 8 * next.E + 16 * next.S + 12 * known.words);
+  const Known known(known_sh, next);
+  float* logit_sh = (float*)((char*)known_sh + 8 * next.E + 16 * next.S + 12 * known.words);
   // the blocks that filled it before, two launches ago, are done with it
   if (threadIdx.x == 0)
     while (load_acquire(&set.done) != set.blocks) {
@@ -253,14 +321,18 @@ DEV void look_ahead(const FetchArgs& a, void* fetch_sh, AheadSet& set, int* arri
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __grid_constant__ FetchArgs a) {
-  extern __shared__ u64 fetch_sh[];
+  extern __shared__ __align__(128) char fetch_sh[];
+  __shared__ u64 full_sh[MOST_STAGES];
   __shared__ int idle_sh;  // slots that nobody may take whose experts are not chosen
   const TierSlots& here = a.here;
-  const Known known(fetch_sh, here);
+  void* known_sh = fetch_sh + a.stages * PIECE;
+  const Known known(known_sh, here);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, words = known.words;
   const u32 now = load_s32_l2(a.now) + 1;
   const int launches = load_s32_l2(a.launches), turn = launches & 1;
   if (threadIdx.x == 0) idle_sh = 0;
+  if ((int)threadIdx.x < a.stages) barrier_init(full_sh + threadIdx.x, 1);
+  barrier_init_done();
   known.read(here, a.shift);
   if (blockIdx.x != 0 && threadIdx.x == 0) add_release(a.counter, 1);
   dependency_wait();
@@ -309,14 +381,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   const u64 direct_sent = start + (u64)((double)direct_bytes * a.ns_per_byte), sent = direct_sent + (u64)((double)((u64)moves * here.run_bytes) * a.ns_per_byte);
   if (blockIdx.x != 0) {
     const auto run = [&](int m, const char*& from, char*& to) { from = (const char*)here.host[known.expert[m]], to = (char*)here.slots + (u64)known.slot[m] * here.run_bytes; };
-    copy_moves(here, moves, run, arrived, direct_sent, a.ns_per_byte);
+    int passed = 0;  // pieces through the ring
+    copy_moves(here, moves, run, arrived, direct_sent, a.ns_per_byte, fetch_sh, full_sh, a.stages, passed);
     if (a.next.E == 0) return;
     if (threadIdx.x == 0)
       while (load_acquire(&set.ticket) != launches + 1) {
       }
     __syncthreads();
     const auto early = [&](int m, const char*& from, char*& to) { from = (const char*)set.from[m], to = (char*)set.to[m]; };
-    copy_moves(a.next, set.count, early, ahead, sent, a.ns_per_byte);
+    copy_moves(a.next, set.count, early, ahead, sent, a.ns_per_byte, fetch_sh, full_sh, a.stages, passed);
     if (threadIdx.x == 0) add_release(&set.done, 1);
     return;
   }
@@ -384,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   }
   __syncthreads();
   if (a.next.E) {
-    look_ahead(a, fetch_sh, set, ahead);
+    look_ahead(a, known_sh, set, ahead);
     __syncthreads();
     if (threadIdx.x == 0) set.link_free = sent + (u64)((double)((u64)set.count * a.next.run_bytes) * a.ns_per_byte), store_release(&set.ticket, launches + 1);
   }

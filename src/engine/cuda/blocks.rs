@@ -62,8 +62,11 @@ pub(super) fn norm_code(lead: &Lead) -> i32 {
 }
 
 impl Engine {
+    /// What the device allows; kernels that bring experts have multiprocessors of their own.
     pub(super) fn limits(&self) -> Limits {
-        self.device.properties().limits()
+        let limits = self.device.properties().limits();
+        let launches = if self.ahead > 0 { 2 } else { 1 };
+        self.tiers().map_or(limits, |_| limits.beside_fetches(launches))
     }
 
     /// Runs a block with the fast kernels, if they take it.

@@ -2,6 +2,7 @@
 
 use super::device::CudaError;
 use super::experts::Behind;
+use super::fast::FetchArgs;
 use super::launch;
 use super::plain::{Pages, Router};
 use super::{Engine, View};
@@ -156,7 +157,9 @@ impl Engine {
             let tables = (self.store.addresses(b.layer), self.store.table(b.layer));
             tiers.ahead(args, b.layer, tables, b.guess, self.ahead)
         });
-        Ok(self.fast.launch("tiers_fetch", tiers.grid(layer, behind.map(|b| b.layer), self.limits()), &args)?)
+        let launch = tiers.launch(layer, behind.map(|b| b.layer), self.limits());
+        let args = FetchArgs { stages: launch.stages as i32, ..args };
+        Ok(self.fast.launch("tiers_fetch", launch.grid, &args)?)
     }
 
     /// The buffer whose row length a step sets, and that length.

@@ -4,7 +4,7 @@ use super::blocks::{Output, Source, norm_code, width};
 use super::exec::rule;
 use super::fast::*;
 use super::fuse::{Block, Lead, SharedPart};
-use super::launch::{self, ExpertsLaunch, Limits};
+use super::launch;
 use super::plain::{Kind, Matrix};
 use super::slots::{Guess, GuessOf, Half, MOST_GUESSES, Tiers};
 use super::{EXPERTS_TOK, Engine, View};
@@ -111,19 +111,12 @@ impl Engine {
             self.guess(behind, x, num_tok)?;
         }
         let chooses = (direct.logits != 0).then_some(router.experts);
-        // Products that run while experts arrive find room beside the kernel that brings them.
-        let room = fetches.filter(|_| self.fast.overlaps());
-        let room = room.map(|t| limits.beside(t.grid(layer, behind.map(|b| b.layer), limits)));
-        let fit = |of: &dyn Fn(Limits) -> Option<ExpertsLaunch>| {
-            let whole = of(limits)?;
-            Some(room.and_then(of).filter(|l| l.variant == "s4" && whole.variant == "s4").unwrap_or(whole))
-        };
-        let first = fit(&|limits| launch::gate_up(g, width, f, slots, num_tok, chooses, limits));
-        let second = fit(&|limits| launch::down_pairs(d, width, f, slots, num_tok, chooses, limits));
-        let whole = |limits| launch::down(d, width, f, top_k, num_tok, chooses, limits);
-        let whole = whole(limits).map(|all| room.and_then(whole).unwrap_or(all));
+        let first = launch::gate_up(g, width, f, slots, num_tok, chooses, limits);
+        let second = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits);
+        let whole = launch::down(d, width, f, top_k, num_tok, chooses, limits);
         let (Some(first), Some(second)) = (first, second) else { return Ok(()) };
-        let beside = room.is_some() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");
+        let beside =
+            fetches.is_some() && self.fast.overlaps() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");
         let arrivals = |half| fetches.filter(|_| beside).map_or(Arrivals::ZERO, |t| t.arrivals(layer, half));
 
         let gates = self.work.gates.at(start * top_k * 4);

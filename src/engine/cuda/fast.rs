@@ -257,8 +257,8 @@ structs! {
         num_pairs: i32,
         shift: i32,
         rise: i32,
+        stages: i32,
         ns_per_byte: f32,
-        pad: i32,
     }
     /// Slots of a layer.
     TierSlots in "tiers.cu" {

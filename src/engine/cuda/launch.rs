@@ -71,18 +71,18 @@ pub struct Limits {
     pub sm_shared_bytes: usize,
     /// Whether warpgroups multiply from shared memory.
     pub warpgroups: bool,
+    /// Whether there is an engine that copies between global and shared memory in bulk.
+    pub bulk_copies: bool,
 }
 
 impl Limits {
-    /// What is left to blocks that share multiprocessors with blocks of another kernel.
-    pub fn beside(self, other: Grid) -> Self {
-        let left = self.sm_shared_bytes.saturating_sub(other.shared_bytes as usize + BLOCK_SHARED);
-        Self { block_shared_bytes: self.block_shared_bytes.min(left.saturating_sub(BLOCK_SHARED)), sm_shared_bytes: left, ..self }
+    /// What is left where multiprocessors are kept for `launches` of [`fetch`] at a time.
+    pub fn beside_fetches(self, launches: usize) -> Self {
+        let kept = if self.bulk_copies { launches * (1 + ring(self).1) } else { 0 };
+        Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
     }
 }
 
-/// What the driver takes of a multiprocessor's shared memory for each block.
-const BLOCK_SHARED: usize = 1024;
 /// Tokens up to which a product makes the planes of its own input.
 pub const STAGED_TOK: usize = 4;
 /// Tokens up to which decode kernels and graphs are used.
@@ -537,16 +537,37 @@ pub fn down(
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
-/// Blocks that copy experts, a few megabytes in flight together.
+/// Blocks that copy experts by registers, two megabytes in flight together.
 const COPY_BLOCKS: usize = 64;
 /// Bytes that one of them copies at a time; `PIECE` in `tiers.cu`.
 const COPY_PIECE: usize = 256 * 16 * 8;
+/// Bytes in flight from which a link is busy, through rings of so many pieces at most.
+const COPY_AHEAD: usize = 576 << 10;
+const COPY_STAGES: usize = 6;
+/// Shared memory that the ring leaves to what the kernel knows of two layers.
+const COPY_KNOWN: usize = 32 << 10;
 
-/// Missing experts over the link: a block that decides, and those that copy. Of layers with so many experts and slots, the one they
-/// are for and the one behind.
-pub fn fetch(layers: &[(usize, usize)], limits: Limits) -> Grid {
-    let shared = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
-    Grid::new([1 + COPY_BLOCKS.min(limits.num_sm), 1, 1], 256).shared(shared.unwrap_or(0))
+/// How experts are brought over the link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FetchLaunch {
+    /// A block that decides, and those that copy.
+    pub grid: Grid,
+    /// Pieces that pass through shared memory at a time.
+    pub stages: usize,
+}
+
+/// Pieces of a ring, and blocks with one each.
+fn ring(limits: Limits) -> (usize, usize) {
+    let stages = (limits.block_shared_bytes.saturating_sub(COPY_KNOWN) / COPY_PIECE).clamp(1, COPY_STAGES);
+    (stages, COPY_AHEAD.div_ceil(stages * COPY_PIECE))
+}
+
+/// Missing experts over the link, of layers with so many experts and slots: the one they are for and the one behind.
+pub fn fetch(layers: &[(usize, usize)], limits: Limits) -> FetchLaunch {
+    let known = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
+    let (stages, blocks) = if limits.bulk_copies { ring(limits) } else { (0, COPY_BLOCKS.min(limits.num_sm)) };
+    let grid = Grid::new([1 + blocks, 1, 1], 256).shared(stages * COPY_PIECE + known.unwrap_or(0));
+    FetchLaunch { grid, stages }
 }
 
 /// Pieces in which so many bytes of an expert are copied.
@@ -662,8 +683,24 @@ mod tests {
         }
     }
 
-    const H200: Limits = Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true };
-    const RTX_3090: Limits = Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false };
+    const H200: Limits =
+        Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true, bulk_copies: true };
+    const RTX_3090: Limits =
+        Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false, bulk_copies: false };
+
+    /// Rings keep a link busy on cards with much and with little shared memory, beside the largest layers, and leave most multiprocessors
+    /// to others. Counted by hand.
+    #[test]
+    fn experts_are_brought_through_rings_that_fit() {
+        let small = Limits { bulk_copies: true, ..RTX_3090 };
+        for (limits, stages, blocks) in [(H200, 6, 4), (small, 2, 10), (RTX_3090, 0, 65)] {
+            let found = fetch(&[(128, 64), (1024, 1024)], limits);
+            assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
+            assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
+        }
+        assert_eq!(H200.beside_fetches(2).num_sm, 132 - 8);
+        assert_eq!(RTX_3090.beside_fetches(2).num_sm, 82);
+    }
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]

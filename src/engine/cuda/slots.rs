@@ -7,7 +7,7 @@
 use super::cold::{Ahead, Cold, Piece};
 use super::device::{CudaError, Device};
 use super::fast::{Arrivals, FetchArgs, PlaceArgs, SLOT_BYTES, TierSlots, WaveArgs};
-use super::launch::{self, Grid, Limits};
+use super::launch::{self, FetchLaunch, Limits};
 use super::load::Residency;
 use super::memory::{ALIGN, Buffer};
 use super::transfer::{HostRuns, Ring, Staged};
@@ -424,7 +424,7 @@ impl Tiers {
     }
 
     /// How the kernel is launched for a layer, and for the one behind that it looks ahead to.
-    pub(super) fn grid(&self, layer: u32, next: Option<u32>, limits: Limits) -> Grid {
+    pub(super) fn launch(&self, layer: u32, next: Option<u32>, limits: Limits) -> FetchLaunch {
         let sizes = [Some(layer), next].into_iter().flatten().filter_map(|l| self.layers.get(&l));
         launch::fetch(&sizes.map(|s| (s.runs.num, s.num_slots)).collect::<Vec<_>>(), limits)
     }
