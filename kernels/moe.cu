@@ -111,10 +111,8 @@ DEV void await_expert(const Arrivals& a, int arrival, int& waited) {
   stream_fence();
   __syncwarp();
 }
-// `arrival`: of any expert waited for
-DEV void note_wait(const Arrivals& a, int arrival, int waited) {
-  const int set = (arrival - 1) / (2 * MOST_MOVES);  // those that were brought ahead are of the launch before
-  if ((threadIdx.x & 31) == 0 && waited > 0) atomicMax(a.waited + (set == 1 || set == 2 ? 2 : 0), waited);
+DEV void note_wait(const Arrivals& a, int waited) {
+  if ((threadIdx.x & 31) == 0 && waited > 0) atomicMax(a.waited, waited);
 }
 
 template <int BITS, int G, int MT, int WM, int WK, bool GATED>
@@ -205,7 +203,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
       if (++stage == stages) stage = 0, parity ^= 1;
     }
     if (a.arrivals.pieces) {
-      note_wait(a.arrivals, there, waited);
+      note_wait(a.arrivals, waited);
       if (GATED)
         while (load_acquire(a.num_slots) & UNSETTLED) {
         }
@@ -330,7 +328,7 @@ DEV void down_rows(const DownArgs& a) {
     if (a.direct.logits) list = list_direct(a.direct, a.T, direct_sh);
     const int num_slots = a.direct.logits ? list.count() : list_length(a.num_slots, a.arrivals);
     u32 awaited = 0;
-    int last = 0, waited = 0;
+    int waited = 0;
 #pragma unroll 1
     for (int slot = lane; slot - lane < num_slots; slot += 32) {
       u64 at[2];
@@ -355,7 +353,7 @@ DEV void down_rows(const DownArgs& a) {
         if (expert.arrival && !(awaited >> slot & 1)) {
           if (!awaited) dependency_wait();  // what arrives later than h holds this kernel up
           await_expert(a.arrivals, expert.arrival, waited);
-          awaited |= 1u << slot, last = expert.arrival;
+          awaited |= 1u << slot;
         }
         const char* src = (const char*)(theirs ? expert.scale : expert.code)[0] + from;
 #pragma unroll 1
@@ -373,7 +371,7 @@ DEV void down_rows(const DownArgs& a) {
         }
       }
     }
-    note_wait(a.arrivals, last, waited);
+    note_wait(a.arrivals, waited);
     dependency_wait();
     dependents_launch();
     return;

@@ -14,15 +14,17 @@
 //
 // Ahead: the layer behind is given what it will probably want, as far as its experts are missing there: the highest logits of its router on
 // this layer's input, or choices made beforehand. They take slots as above, of the least worthy that nobody wants, at most `most_ahead` of
-// them, and come over the link after what this layer needs. Scores do not change. Until the layer's own launch has seen who is on the
-// way, nobody else takes these slots.
+// them. tiers_ahead brings them, in a branch of its own that begins when this layer has what it needs: kernels that wait for their
+// dependency wait for all that began before it, so nothing among them may last longer. Scores do not change. Until the layer's own launch
+// has seen who is on the way, nobody else takes these slots.
 //
-// needs  E <= 1024, 1 <= S <= E, run_bytes, late and late_end % 16 == 0; counter, launches, arrived, waited, ahead zero before the first
-//        launch; T K <= 256 and most_ahead <= 32 for what comes ahead
+// needs  E <= 1024, 1 <= S <= E, run_bytes, late and late_end % 16 == 0; counter, launches, arrived, waited, sets zero before the first
+//        launch; T K <= 256 and most_ahead <= 32 for what comes ahead; sets taken in turn
 //
 // Every block decides for itself from the same state. The first writes list and state, the others copy. The state is read before the
-// wait: it is of the launch for the layer before, which the products behind that have seen settled. From sm_90 a thread a block copies,
-// through a ring in shared memory; a few blocks with multiprocessors of their own then keep the link busy and nobody waiting for room.
+// wait: it is of the launch for the layer before, which the products behind that have seen settled. From sm_90 a few threads a block copy,
+// through rings in shared memory; a few blocks with multiprocessors of their own then keep the link busy and nobody waiting for room.
+// tiers_ahead: from sm_90, as many blocks, of 128 threads, shared stages * 32768.
 // Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 32768 + 12 E + 16 S + 12 ceil(E / 32), of the
 // larger of both layers; stages >= 1 from sm_90, else 0.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
@@ -44,12 +46,12 @@ struct TierSlots {
   int late, late_end;   // bytes of a run that only the second half reads
 };
 static const int MOST_AHEAD = 32, MOST_GUESSES = 256;
-// Experts that a launch brought for the layer behind.
+// Experts that are brought for the layer behind.
 struct AheadSet {
-  int ticket;           // launches up to the one that filled it
   int count;
-  int done, blocks;     // blocks that have copied their share, and how many there are
-  u64 link_free;        // when a link that is imitated has sent them all
+  int blocks;           // that bring them
+  int started, done;    // of those
+  u64 link_from, link_free;  // when a link that is imitated begins with them, and when it has sent them
   int expert[MOST_AHEAD];
   u64 from[MOST_AHEAD], to[MOST_AHEAD];
 };
@@ -62,8 +64,8 @@ struct FetchArgs {
   int* counter;            // blocks that have read the state
   int* launches;           // so far; their parity says which of the next two is whose
   int* arrived;            // [2][2][MOST]: pieces of experts on their way, for the first and the second half; and as much of those ahead
-  int* waited;             // [2][2]: longest waits of the products, nanoseconds; null: they do not run beside this kernel
-  AheadSet* ahead;         // [2]
+  int* waited;             // [2]: longest waits of the products before, nanoseconds; null: they do not run beside this kernel
+  AheadSet* sets;          // [2]
   u64* stats;              // [9]
   TierSlots here;
   TierSlots next;          // E = 0: nothing is brought ahead
@@ -72,6 +74,9 @@ struct FetchArgs {
   const int* step;         // and its steps so far
   int T, K, steps, rows;
   int most_ahead;
+  int set;                 // that is filled for the layer behind
+  int before;              // what came for this layer is in the other one
+  int ahead_blocks;        // that will bring it
   int num_pairs;
   int shift;               // 0: no decay
   int rise;
@@ -170,13 +175,12 @@ struct Piece {
   int m, part;
   int first, end;  // bytes of the part
 };
-// By all blocks but the first: this block's pieces of so many moves. `run(m, from, to)` says where a move is; nothing counts as arrived
-// before an imitated link, free from `free` on, has sent it and what comes before.
-template <class Run>
+// Moves of experts, and this block's share of their pieces: every `step`-th from `mine` on. Nothing counts as arrived before an imitated
+// link, free from `free` on, has sent it and what comes before.
 struct Moves {
   const TierSlots& a;
-  int moves;
-  Run run;
+  int moves, mine, step;
+  const u64 *from_sh, *to_sh;
   int* arrived;
   u64 free;
   float ns_per_byte;
@@ -188,7 +192,7 @@ struct Moves {
     p.part = item >= early;
     const int index = item - p.part * early, each = part_pieces(a, p.part);
     p.m = index / each, p.first = (index - p.m * each) * PIECE, p.end = min_int(p.first + PIECE, part_bytes(a, p.part));
-    run(p.m, p.from, p.to);
+    p.from = (const char*)from_sh[p.m], p.to = (char*)to_sh[p.m];
     return p;
   }
   // by one thread that has seen the bytes written
@@ -196,46 +200,17 @@ struct Moves {
     if (ns_per_byte > 0.f) wait_until(free + (u64)((double)((p.part ? (u64)moves * part_bytes(a, 0) : 0) + (u64)p.m * part_bytes(a, p.part) + p.end) * ns_per_byte));
     add_release(arrived + p.part * MOST + p.m, 1);
   }
-  // ring_sh: `stages` of 32 KB, full_sh: as many barriers, used `turn` times each so far
-  DEV void copy(char* ring_sh, u64* full_sh, int stages, int& turn) const {
+  // ring_sh: `stages` of 32 KB, full_sh: as many barriers, not used yet
+  DEV void copy(char* ring_sh, u64* full_sh, int stages) const {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x != 0) return;
-    const int step = gridDim.x - 1, mine = blockIdx.x - 1, num = (max_int(items() - mine, 0) + step - 1) / step;
-    const auto ask = [&](int n) {
-      const Piece p = piece(mine + n * step);
-      u64* full = full_sh + (turn + n) % stages;
-      char* to_sh = ring_sh + (turn + n) % stages * PIECE;
-      stream_expect_one(full, p.end - p.first);
-#pragma unroll 1
-      for (int b = p.first; b < p.end;) {
-        const int bytes = unbroken(a, p.part, b, p.end);
-        bulk_load(full, to_sh + (b - p.first), p.from + place_of(a, p.part, b), bytes);
-        b += bytes;
-      }
-    };
-    for (int n = 0; n < min_int(stages, num); n++) ask(n);
-#pragma unroll 1
-    for (int n = 0; n < num; n++) {
-      const Piece p = piece(mine + n * step);
-      const int stage = (turn + n) % stages;
-      barrier_wait(full_sh + stage, (turn + n) / stages & 1);
-#pragma unroll 1
-      for (int b = p.first; b < p.end;) {
-        const int bytes = unbroken(a, p.part, b, p.end);
-        bulk_store(p.to + place_of(a, p.part, b), ring_sh + stage * PIECE + (b - p.first), bytes);
-        b += bytes;
-      }
-      bulk_commit();
-      bulk_read_wait();  // the stage may be filled again
-      if (n + stages < num) ask(n + stages);
-      if (n > 0) bulk_wait<1>(), count(piece(mine + (n - 1) * step));
-    }
-    bulk_wait<0>();
-    if (num > 0) count(piece(mine + (num - 1) * step));
-    turn += num;
+    // A thread of each of the first warps has two stages and a share of the block's pieces: counting a piece takes as long as sending it.
+    const int warp = threadIdx.x >> 5, workers = max_int(stages / 2, 1);
+    if (warp >= workers || (threadIdx.x & 31) != 0) return;
+    stages /= workers, ring_sh += warp * stages * PIECE, full_sh += warp * stages;
+    Moves{a, moves, mine * workers + warp, step * workers, from_sh, to_sh, arrived, free, ns_per_byte}.copy_alone(ring_sh, full_sh, stages);
 #else
 #pragma unroll 1
-    for (int item = blockIdx.x - 1; item < items(); item += gridDim.x - 1) {
+    for (int item = mine; item < items(); item += step) {
       const Piece p = piece(item);
       const int at = p.first + (int)threadIdx.x * 16;
       uint4 v[LINES];
@@ -250,20 +225,53 @@ struct Moves {
     }
 #endif
   }
+#if __CUDA_ARCH__ >= 900
+  DEV void copy_alone(char* ring_sh, u64* full_sh, int stages) const {
+    const int num = (max_int(items() - mine, 0) + step - 1) / step;
+    const auto ask = [&](int n) {
+      const Piece p = piece(mine + n * step);
+      u64* full = full_sh + n % stages;
+      char* to_sh = ring_sh + n % stages * PIECE;
+      stream_expect_one(full, p.end - p.first);
+#pragma unroll 1
+      for (int b = p.first; b < p.end;) {
+        const int bytes = unbroken(a, p.part, b, p.end);
+        bulk_load(full, to_sh + (b - p.first), p.from + place_of(a, p.part, b), bytes);
+        b += bytes;
+      }
+    };
+    for (int n = 0; n < min_int(stages, num); n++) ask(n);
+#pragma unroll 1
+    for (int n = 0; n < num; n++) {
+      const Piece p = piece(mine + n * step);
+      const int stage = n % stages;
+      barrier_wait(full_sh + stage, n / stages & 1);
+#pragma unroll 1
+      for (int b = p.first; b < p.end;) {
+        const int bytes = unbroken(a, p.part, b, p.end);
+        bulk_store(p.to + place_of(a, p.part, b), ring_sh + stage * PIECE + (b - p.first), bytes);
+        b += bytes;
+      }
+      bulk_commit();
+      bulk_read_wait();  // the stage may be filled again
+      if (n + stages < num) ask(n + stages);
+      if (n > 0) bulk_wait<1>(), count(piece(mine + (n - 1) * step));
+    }
+    bulk_wait<0>();
+    if (num > 0) count(piece(mine + (num - 1) * step));
+  }
+#endif
 };
-template <class Run>
-DEV void copy_moves(const TierSlots& a, int moves, Run run, int* arrived, u64 free, float ns_per_byte, char* ring_sh, u64* full_sh, int stages, int& turn) {
-  Moves<Run>{a, moves, run, arrived, free, ns_per_byte}.copy(ring_sh, full_sh, stages, turn);
-}
-
-// By the first block: who is brought for the layer behind. Writes the set but for its ticket.
-DEV void look_ahead(const FetchArgs& a, void* known_sh, AheadSet& set, int* arrived) {
+// By the first block: who is brought for the layer behind, once an imitated link is free.
+DEV void look_ahead(const FetchArgs& a, void* known_sh, u64 free) {
   const TierSlots& next = a.next;
   __shared__ u16 guess_sh[MOST_GUESSES];
   __shared__ int count_sh;
+  AheadSet& set = a.sets[a.set];
+  int* arrived = a.arrived + (2 + a.set) * 2 * MOST;
   const Known known(known_sh, next);
   float* logit_sh = (float*)((char*)known_sh + 8 * next.E + 16 * next.S + 12 * known.words);
-  // the blocks that filled it before, two launches ago, are done with it
+  // whoever brought what was in it is done
   if (threadIdx.x == 0)
     while (load_acquire(&set.done) != set.blocks) {
     }
@@ -305,7 +313,8 @@ DEV void look_ahead(const FetchArgs& a, void* known_sh, AheadSet& set, int* arri
       known.missing[e >> 5] &= ~(1u << (e & 31));
       known.expert[n] = (u16)e, known.slot[n++] = known.order[place++];
     }
-    count_sh = n, set.count = n, set.done = 0, set.blocks = (int)gridDim.x - 1;
+    count_sh = n, set.count = n, set.started = set.done = 0, set.blocks = a.ahead_blocks;
+    set.link_from = free, set.link_free = free + (u64)((double)((u64)n * next.run_bytes) * a.ns_per_byte);
   }
   __syncthreads();
   const int count = count_sh;
@@ -336,12 +345,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   known.read(here, a.shift);
   if (blockIdx.x != 0 && threadIdx.x == 0) add_release(a.counter, 1);
   dependency_wait();
+  const AheadSet& before = a.sets[a.set ^ 1];
+  // the products wait for what they bring, and may take all room that is left
+  if (a.before && blockIdx.x == 0 && threadIdx.x == 0)
+    while (load_acquire(&before.started) != before.blocks) {
+    }
   dependents_launch();
 
-  AheadSet& set = a.ahead[turn];
-  const AheadSet& before = a.ahead[turn ^ 1];
-  const bool followed = before.ticket == launches;
-  const int flying = followed ? before.count : 0;
+  const int flying = a.before ? before.count : 0;
+  int waits[2] = {0, 0};
+  if (blockIdx.x == 0 && threadIdx.x == 0 && a.waited) waits[0] = load_s32_l2(a.waited), waits[1] = load_s32_l2(a.waited + 1), a.waited[0] = a.waited[1] = 0;
   u64 start = global_time();
   const u64 began = start;
   if (flying && a.ns_per_byte > 0.f && before.link_free > start) start = before.link_free;
@@ -376,21 +389,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   }
   __syncthreads();
 
-  int *arrived = a.arrived + turn * 2 * MOST, *ahead = a.arrived + (2 + turn) * 2 * MOST;
-  const u64 direct_bytes = (u64)(missing - moves) * here.run_bytes;
-  const u64 direct_sent = start + (u64)((double)direct_bytes * a.ns_per_byte), sent = direct_sent + (u64)((double)((u64)moves * here.run_bytes) * a.ns_per_byte);
+  int* arrived = a.arrived + turn * 2 * MOST;
+  const u64 direct_bytes = (u64)(missing - moves) * here.run_bytes, direct_sent = start + (u64)((double)direct_bytes * a.ns_per_byte);
   if (blockIdx.x != 0) {
-    const auto run = [&](int m, const char*& from, char*& to) { from = (const char*)here.host[known.expert[m]], to = (char*)here.slots + (u64)known.slot[m] * here.run_bytes; };
-    int passed = 0;  // pieces through the ring
-    copy_moves(here, moves, run, arrived, direct_sent, a.ns_per_byte, fetch_sh, full_sh, a.stages, passed);
-    if (a.next.E == 0) return;
-    if (threadIdx.x == 0)
-      while (load_acquire(&set.ticket) != launches + 1) {
-      }
+    u64 *from_sh = known.worth, *to_sh = known.slot_worth;
+#pragma unroll 1
+    for (int m = threadIdx.x; m < moves; m += THREADS) from_sh[m] = here.host[known.expert[m]], to_sh[m] = here.slots + (u64)known.slot[m] * here.run_bytes;
     __syncthreads();
-    const auto early = [&](int m, const char*& from, char*& to) { from = (const char*)set.from[m], to = (char*)set.to[m]; };
-    copy_moves(a.next, set.count, early, ahead, sent, a.ns_per_byte, fetch_sh, full_sh, a.stages, passed);
-    if (threadIdx.x == 0) add_release(&set.done, 1);
+    Moves{here, moves, (int)blockIdx.x - 1, (int)gridDim.x - 1, from_sh, to_sh, arrived, direct_sent, a.ns_per_byte}.copy(fetch_sh, full_sh, a.stages);
     return;
   }
 
@@ -427,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
       }
 #pragma unroll
       for (int i = 3; i < 6; i++) target[i] = source[i];
-      a.ready[to].arrival = moves_in ? 1 + turn * 2 * MOST + rank : flies ? 1 + (2 + (turn ^ 1)) * 2 * MOST + mine : 0;
+      a.ready[to].arrival = moves_in ? 1 + turn * 2 * MOST + rank : flies ? 1 + (2 + (a.set ^ 1)) * 2 * MOST + mine : 0;
     }
     __syncthreads();
     if (threadIdx.x == 0) store_release(a.num_slots, chosen | UNSETTLED);
@@ -450,16 +456,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < 2 * MOST; i += THREADS) a.arrived[(turn ^ 1) * 2 * MOST + i] = 0;
-  u64 stall = 0;
-  if (threadIdx.x == 0 && a.waited) {
-    int* waits = a.waited + (turn ^ 1) * 2;
-    stall = waits[0] + waits[1], waits[0] = waits[1] = 0;
-  }
   __syncthreads();
   if (a.next.E) {
-    look_ahead(a, known_sh, set, ahead);
+    look_ahead(a, known_sh, direct_sent + (u64)((double)((u64)moves * here.run_bytes) * a.ns_per_byte));
     __syncthreads();
-    if (threadIdx.x == 0) set.link_free = sent + (u64)((double)((u64)set.count * a.next.run_bytes) * a.ns_per_byte), store_release(&set.ticket, launches + 1);
   }
   if (threadIdx.x != 0) return;
   if (a.list) store_release(a.num_slots, chosen);
@@ -467,14 +467,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   for (int i = 0; i < 2 * moves; i++)
     while (load_acquire(arrived + (i < moves ? i : MOST + i - moves)) != part_pieces(here, i >= moves)) {
     }
-  if (a.next.E)
-    while (load_acquire(&set.done) != set.blocks) {
-    }
-  const u64 busy = global_time() - began, ahead_moves = a.next.E ? set.count : 0;
+  const u64 busy = global_time() - began;
+  const int ahead = a.next.E ? a.sets[a.set].count : 0;
   a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves;
-  a.stats[BYTES] += (u64)missing * here.run_bytes + ahead_moves * a.next.run_bytes;
-  a.stats[BUSY_NS] += busy, a.stats[STALL_NS] += a.waited ? stall : busy, a.stats[LAUNCHES] += 1;
-  a.stats[AHEAD] += ahead_moves, a.stats[USED] += used;
+  a.stats[BYTES] += (u64)missing * here.run_bytes + (u64)ahead * a.next.run_bytes;
+  a.stats[STALL_NS] += a.waited ? waits[0] + waits[1] : busy, a.stats[LAUNCHES] += 1, a.stats[AHEAD] += ahead, a.stats[USED] += used;
+  atomicAdd(a.stats + BUSY_NS, busy);
+}
+
+struct BringArgs {
+  TierSlots at;
+  AheadSet* set;
+  int* arrived;  // [2][MOST] of the set
+  u64* stats;
+  int stages;
+  float ns_per_byte;
+};
+extern "C" __global__ void __launch_bounds__(THREADS) tiers_ahead(const __grid_constant__ BringArgs a) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char fetch_sh[];
+  __shared__ u64 full_sh[MOST_STAGES], from_sh[MOST_AHEAD], to_sh[MOST_AHEAD];
+  AheadSet& set = *a.set;
+  const int count = set.count, t = threadIdx.x;
+  const u64 began = global_time();
+  if (t == 0) add_release(&set.started, 1);
+  if (t < a.stages) barrier_init(full_sh + t, 1);
+  barrier_init_done();
+  if (t < count) from_sh[t] = set.from[t], to_sh[t] = set.to[t];
+  __syncthreads();
+  Moves{a.at, count, (int)blockIdx.x, (int)gridDim.x, from_sh, to_sh, a.arrived, set.link_from, a.ns_per_byte}.copy(fetch_sh, full_sh, a.stages);
+  __syncthreads();
+  if (t != 0) return;
+  __threadfence();
+  if (atomicAdd(&set.done, 1) == set.blocks - 1 && count) atomicAdd(a.stats + BUSY_NS, global_time() - began);
+#endif
 }
 
 // The host gave some experts a copy in its memory, or took it: their addresses follow, and those of the list. Once an expert a launch.

@@ -42,7 +42,7 @@ static const int UNSETTLED = 1 << 20;
 struct Arrivals {
   const int* pieces;  // [4 sets][2 halves][MOST_MOVES] that are there, from the half on that is read; or null: every list and expert is
                       // there when the kernel before is done
-  int* waited;        // [2][2] likewise: longest wait of a block in which it had nothing else to do, nanoseconds
+  int* waited;        // [2], from the half on: longest wait of a block in which it had nothing else to do, nanoseconds
   int needed;         // pieces of an expert
   int pad;
 };

@@ -65,8 +65,7 @@ impl Engine {
     /// What the device allows; kernels that bring experts have multiprocessors of their own.
     pub(super) fn limits(&self) -> Limits {
         let limits = self.device.properties().limits();
-        let launches = if self.ahead > 0 { 2 } else { 1 };
-        self.tiers().map_or(limits, |_| limits.beside_fetches(launches))
+        self.tiers().map_or(limits, |_| limits.beside_fetches(self.ahead > 0))
     }
 
     /// Runs a block with the fast kernels, if they take it.

@@ -155,11 +155,16 @@ impl Engine {
         let behind = beside.flatten();
         let args = behind.map_or(args, |b| {
             let tables = (self.store.addresses(b.layer), self.store.table(b.layer));
-            tiers.ahead(args, b.layer, tables, b.guess, self.ahead)
+            tiers.ahead(args, b.layer, tables, b.guess, self.ahead, self.limits())
         });
         let launch = tiers.launch(layer, behind.map(|b| b.layer), self.limits());
         let args = FetchArgs { stages: launch.stages as i32, ..args };
-        Ok(self.fast.launch("tiers_fetch", launch.grid, &args)?)
+        self.fast.launch("tiers_fetch", launch.grid, &args)?;
+        if args.next.e > 0 {
+            let (args, grid) = tiers.bring_ahead(&args, self.limits())?;
+            self.fast.launch_beside("tiers_ahead", grid, &args)?;
+        }
+        Ok(())
     }
 
     /// The buffer whose row length a step sets, and that length.

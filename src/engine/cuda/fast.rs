@@ -242,7 +242,7 @@ structs! {
         launches: u64,
         arrived: u64,
         waited: u64,
-        ahead: u64,
+        sets: u64,
         stats: u64,
         here: TierSlots,
         next: TierSlots,
@@ -254,9 +254,21 @@ structs! {
         steps: i32,
         rows: i32,
         most_ahead: i32,
+        set: i32,
+        before: i32,
+        ahead_blocks: i32,
         num_pairs: i32,
         shift: i32,
         rise: i32,
+        stages: i32,
+        ns_per_byte: f32,
+    }
+    /// What is brought for the layer behind.
+    BringArgs in "tiers.cu" {
+        at: TierSlots,
+        set: u64,
+        arrived: u64,
+        stats: u64,
         stages: i32,
         ns_per_byte: f32,
     }
@@ -473,13 +485,23 @@ impl Fast {
 
     /// Launches a kernel whose one parameter is `args`.
     pub fn launch<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
-        let Some(function) = self.functions.get(name) else {
-            return Err(CudaError::Unsupported(format!("there is no kernel `{name}`")));
-        };
+        let function = self.function(name)?;
         let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
         // SAFETY: fast kernels take one struct, whose layout a test compares with the source; addresses come from buffers that
         // the engine sized for the block and keeps until the stream is done.
         unsafe { function.launch(grid, self.overlap, &mut params) }
+    }
+
+    /// The same beside the kernels, behind everything already in the stream for transfers.
+    pub fn launch_beside<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
+        let function = self.function(name)?;
+        let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
+        // SAFETY: as above; who reads what it writes waits for its counts, and the stream of the kernels joins that of the transfers.
+        unsafe { function.launch_in(function.copy_stream(), grid, Overlap::No, &mut params) }
+    }
+
+    fn function(&self, name: &str) -> Result<&Function, CudaError> {
+        self.functions.get(name).ok_or_else(|| CudaError::Unsupported(format!("there is no kernel `{name}`")))
     }
 }
 
@@ -506,7 +528,7 @@ fn names(program: &Source) -> Vec<String> {
             let planes = [4, 8, 16].into_iter().flat_map(|bits| ["w", "k"].map(|order| format!("planes_{order}{bits}")));
             planes.chain(["moe_combine", "add_gated", "argmax_rows"].map(String::from)).collect()
         }
-        "tiers.cu" => ["tiers_fetch", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "tiers.cu" => ["tiers_fetch", "tiers_ahead", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }

@@ -317,7 +317,15 @@ impl Engine {
             return Err(CudaError::Unsupported(reason).into());
         }
         let view = self.decode_view(num_tok);
-        self.captured(|engine| groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop)))
+        self.captured(|engine| {
+            groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop))?;
+            Ok(engine.join()?)
+        })
+    }
+
+    /// Puts what is brought beside the kernels before whatever follows.
+    pub(super) fn join(&self) -> Result<(), CudaError> {
+        self.store.tiers().map_or(Ok(()), Tiers::join)
     }
 
     fn captured(&mut self, launches: impl FnOnce(&mut Self) -> Result<(), EngineError>) -> Result<Graph, EngineError> {
@@ -351,6 +359,7 @@ impl Engine {
         for i in 0..self.groups.len() {
             self.group(i, &view)?;
         }
+        self.join()?;
         if choice == Choice::Drawn {
             return self.draw(num_tok);
         }

@@ -76,9 +76,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// What is left where multiprocessors are kept for `launches` of [`fetch`] at a time.
-    pub fn beside_fetches(self, launches: usize) -> Self {
-        let kept = if self.bulk_copies { launches * (1 + ring(self).1) } else { 0 };
+    /// What is left where multiprocessors are kept for [`fetch`], and for [`bring`].
+    pub fn beside_fetches(self, ahead: bool) -> Self {
+        let blocks = ring(self).1;
+        let kept = if self.bulk_copies { 1 + blocks + if ahead { blocks } else { 0 } } else { 0 };
         Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
     }
 }
@@ -570,6 +571,12 @@ pub fn fetch(layers: &[(usize, usize)], limits: Limits) -> FetchLaunch {
     FetchLaunch { grid, stages }
 }
 
+/// Experts for the layer behind, over the same link.
+pub fn bring(limits: Limits) -> FetchLaunch {
+    let (stages, blocks) = ring(limits);
+    FetchLaunch { grid: Grid::new([blocks, 1, 1], 128).shared(stages * COPY_PIECE), stages }
+}
+
 /// Pieces in which so many bytes of an expert are copied.
 pub fn fetch_pieces(bytes: usize) -> usize {
     bytes.div_ceil(COPY_PIECE)
@@ -698,8 +705,8 @@ mod tests {
             assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
             assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
         }
-        assert_eq!(H200.beside_fetches(2).num_sm, 132 - 8);
-        assert_eq!(RTX_3090.beside_fetches(2).num_sm, 82);
+        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 7);
+        assert_eq!(RTX_3090.beside_fetches(true).num_sm, 82);
     }
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.

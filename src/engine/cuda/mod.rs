@@ -593,7 +593,9 @@ impl Engine {
     pub fn run_group(&mut self, index: usize) -> Result<bool, EngineError> {
         self.host = Default::default();
         let view = if self.batch.decode { self.decode_view(self.batch.num_tok) } else { self.view() };
-        Ok(self.group(index, &view)? == Ran::Yes)
+        let ran = self.group(index, &view)?;
+        self.join()?;
+        Ok(ran == Ran::Yes)
     }
 
     pub(super) fn is_fast(&self) -> bool {

@@ -6,15 +6,15 @@
 
 use super::cold::{Ahead, Cold, Piece};
 use super::device::{CudaError, Device};
-use super::fast::{Arrivals, FetchArgs, PlaceArgs, SLOT_BYTES, TierSlots, WaveArgs};
-use super::launch::{self, FetchLaunch, Limits};
+use super::fast::{Arrivals, BringArgs, FetchArgs, PlaceArgs, SLOT_BYTES, TierSlots, WaveArgs};
+use super::launch::{self, FetchLaunch, Grid, Limits};
 use super::load::Residency;
-use super::memory::{ALIGN, Buffer};
+use super::memory::{ALIGN, Buffer, Event};
 use super::transfer::{HostRuns, Ring, Staged};
 use crate::files::{ReadError, Scratch};
 use crate::tiers::policy::{VISIT, first_scores};
 use crate::tiers::{Layer, Policy};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -33,12 +33,12 @@ const NUM_STATS: usize = 9;
 /// are there.
 const LAUNCHES_AT: usize = 4;
 const WAITED_AT: usize = 8;
-const STATS_AT: usize = WAITED_AT + 4 * 4;
+const STATS_AT: usize = WAITED_AT + 2 * 4;
 const AHEAD_AT: usize = STATS_AT + 8 * NUM_STATS;
 const ARRIVED_AT: usize = AHEAD_AT + 2 * AHEAD_BYTES;
 const CELL_BYTES: usize = ARRIVED_AT + 2 * 4 * 4 * MOST_EXPERTS;
 /// Bytes of an `AheadSet` in `tiers.cu`, and what it holds at most.
-const AHEAD_BYTES: usize = 24 + MOST_AHEAD * (4 + 8 + 8);
+const AHEAD_BYTES: usize = 32 + MOST_AHEAD * (4 + 8 + 8);
 pub(super) const MOST_AHEAD: usize = 32;
 /// Guesses that the kernel looks at, `MOST_GUESSES` there.
 pub(super) const MOST_GUESSES: usize = 256;
@@ -264,6 +264,11 @@ pub struct Tiers {
     list: Buffer,
     num_wave: Buffer,
     guesses: Buffer,
+    /// Between the kernels and what is brought beside them, and whether there is such.
+    fork: Event,
+    forked: Cell<bool>,
+    /// The layer that the last launch named experts for.
+    awaited: Cell<Option<u32>>,
     /// Copies that came or went.
     moves: Buffer,
     /// The owners as last asked for; `None` once a kernel may have moved any.
@@ -339,6 +344,9 @@ impl Tiers {
             ring: Ring::new(device, half_ring_bytes(layers.values()))?,
             list: Buffer::new(device, most * SLOT_BYTES)?,
             num_wave: Buffer::new(device, 4)?,
+            fork: Event::new(device)?,
+            forked: Cell::new(false),
+            awaited: Cell::new(None),
             guesses: Buffer::new(
                 device,
                 4 * most * residency.needs.layers.iter().map(|l| MOST_GUESSES / l.top_k.max(1)).max().unwrap_or(0),
@@ -480,6 +488,7 @@ impl Tiers {
     ) -> Option<FetchArgs> {
         let state = self.layers.get(&layer).filter(|_| self.lacks(layer))?;
         self.forget();
+        let before = self.awaited.take() == Some(layer);
         let (shift, rise) = decay_and_rise(state.policy);
         Some(FetchArgs {
             ids,
@@ -491,7 +500,9 @@ impl Tiers {
             launches: self.cells.at(LAUNCHES_AT),
             arrived: self.cells.at(ARRIVED_AT),
             waited: if beside { self.cells.at(WAITED_AT) } else { 0 },
-            ahead: self.cells.at(AHEAD_AT),
+            sets: self.cells.at(AHEAD_AT),
+            set: self.set(layer) as i32,
+            before: before as i32,
             stats: self.cells.at(STATS_AT),
             here: self.known_slots(state, tables),
             num_pairs: num_pairs as i32,
@@ -502,10 +513,53 @@ impl Tiers {
         })
     }
 
-    /// The same, with experts brought for the layer behind, whose addresses and descriptors are these.
-    pub(super) fn ahead(&self, args: FetchArgs, next: u32, tables: (u64, u64), guess: Guess, most: usize) -> FetchArgs {
+    /// Which of two sets holds what a layer names for the one behind it.
+    fn set(&self, layer: u32) -> usize {
+        self.layers.range(..layer).count() % 2
+    }
+
+    /// What the kernel takes that brings experts for the layer behind, as [`Tiers::ahead`] had them named, how it is launched, and the
+    /// event that it waits for.
+    pub(super) fn bring_ahead(&self, args: &FetchArgs, limits: Limits) -> Result<(BringArgs, Grid), CudaError> {
+        self.fork.record(self.device.stream())?;
+        self.fork.gate(self.device.copy_stream())?;
+        self.forked.set(true);
+        let (launch, set) = (launch::bring(limits), args.set as usize);
+        let bring = BringArgs {
+            at: args.next,
+            set: self.cells.at(AHEAD_AT + set * AHEAD_BYTES),
+            arrived: self.cells.at(ARRIVED_AT + (2 + set) * 2 * 4 * MOST_EXPERTS),
+            stats: args.stats,
+            stages: launch.stages as i32,
+            ns_per_byte: args.ns_per_byte,
+        };
+        Ok((bring, launch.grid))
+    }
+
+    /// Whatever is put behind the kernels from now on waits for what is brought beside them too.
+    pub(super) fn join(&self) -> Result<(), CudaError> {
+        self.awaited.set(None);
+        if self.forked.replace(false) {
+            self.fork.record(self.device.copy_stream())?;
+            self.fork.gate(self.device.stream())?;
+        }
+        Ok(())
+    }
+
+    /// The same, with experts named for the layer behind, whose addresses and descriptors are these.
+    pub(super) fn ahead(
+        &self,
+        args: FetchArgs,
+        next: u32,
+        tables: (u64, u64),
+        guess: Guess,
+        most: usize,
+        limits: Limits,
+    ) -> FetchArgs {
         let Some(state) = self.layers.get(&next).filter(|_| self.lacks(next)) else { return args };
+        self.awaited.set(Some(next));
         let args = FetchArgs {
+            ahead_blocks: launch::bring(limits).grid.blocks[0] as i32,
             next: self.known_slots(state, tables),
             t: guess.num_tok as i32,
             k: guess.top_k as i32,
