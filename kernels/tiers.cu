@@ -346,10 +346,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   if (blockIdx.x != 0 && threadIdx.x == 0) add_release(a.counter, 1);
   dependency_wait();
   const AheadSet& before = a.sets[a.set ^ 1];
-  // the products wait for what they bring, and may take all room that is left
-  if (a.before && blockIdx.x == 0 && threadIdx.x == 0)
-    while (load_acquire(&before.started) != before.blocks) {
-    }
+  // The products wait for what they bring, and may take all room that is left. The first thread of a block that lets them start does so
+  // for all of it, hence the barrier.
+  if (a.before) {
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+      while (load_acquire(&before.started) != before.blocks) {
+      }
+    __syncthreads();
+  }
   dependents_launch();
 
   const int flying = a.before ? before.count : 0;
