@@ -3,6 +3,7 @@
 
 use crate::engine::EngineError;
 use crate::engine::cpu::Engine;
+use crate::engine::cpu::route::softmax;
 use crate::quant::gptq::Moments;
 use rayon::prelude::*;
 
@@ -88,8 +89,8 @@ impl Sets {
         let cols = source.weights().spec().width;
         let mut weights: Vec<Vec<f32>> = self.all.iter().map(|_| Vec::new()).collect();
         for made_for in made_for.chunks(TOKENS * cols) {
-            let logits = source.logits(made_for)?;
-            let each: Vec<Vec<f32>> = logits.par_chunks_exact(self.of.len()).map(|row| self.weigh(row)).collect();
+            let mut logits = source.logits(made_for)?;
+            let each: Vec<Vec<f32>> = logits.par_chunks_exact_mut(self.of.len()).map(|row| self.weigh(row)).collect();
             each.iter().for_each(|of_token| weights.iter_mut().zip(of_token).for_each(|(w, x)| w.push(*x)));
         }
         for (set, weights) in self.all.iter_mut().zip(weights) {
@@ -102,15 +103,11 @@ impl Sets {
         Ok(())
     }
 
-    /// What a token counts for each set.
-    fn weigh(&self, logits: &[f32]) -> Vec<f32> {
-        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f32 = logits.iter().map(|x| (x - most).exp()).sum();
+    /// What a token counts for each set. Makes probabilities of its logits.
+    fn weigh(&self, logits: &mut [f32]) -> Vec<f32> {
+        softmax(logits);
         let mut weights = vec![0.0; self.all.len()];
-        for (x, &set) in logits.iter().zip(&self.of) {
-            let p = (x - most).exp() / sum;
-            weights[usize::from(set)] += p * (1.0 - p);
-        }
+        logits.iter().zip(&self.of).for_each(|(p, &set)| weights[usize::from(set)] += p * (1.0 - p));
         weights
     }
 }
@@ -164,7 +161,7 @@ mod tests {
         let weights = |likely: &[usize]| -> Vec<f32> {
             let mut logits = vec![-1000.0; 260];
             likely.iter().for_each(|&r| logits[r] = 3.0);
-            let by_set = sets.weigh(&logits);
+            let by_set = sets.weigh(&mut logits);
             (0..4).map(|direction| by_set[usize::from(sets.of[direction])]).collect()
         };
         let near = |a: Vec<f32>, b: [f32; 4]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-6);
