@@ -138,8 +138,7 @@ pub(super) fn gather(
             }
             if !gathered.sets.all.is_empty() {
                 let x = engine.slot(*slot).to_vec();
-                let source = source.as_deref_mut().unwrap_or(engine);
-                gathered.sets.add(&x, &source.slot(*slot).to_vec(), source)?;
+                gathered.sets.add(&x, source.as_deref_mut().unwrap_or(engine), *slot)?;
             }
         }
         if *runs {

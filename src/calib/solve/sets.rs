@@ -4,6 +4,7 @@
 use crate::engine::EngineError;
 use crate::engine::cpu::Engine;
 use crate::engine::cpu::route::softmax;
+use crate::model::plan::Slot;
 use crate::quant::gptq::Moments;
 use rayon::prelude::*;
 
@@ -84,9 +85,10 @@ impl Sets {
         Self { all, of }
     }
 
-    /// Adds inputs `x`, `[T, D]`, where `source` has `made_for`, `[T, D]`.
-    pub fn add(&mut self, x: &[f32], made_for: &[f32], source: &mut Engine) -> Result<(), EngineError> {
+    /// Adds inputs `x`, `[T, D]`, where `source` has its own in this slot.
+    pub fn add(&mut self, x: &[f32], source: &mut Engine, slot: Slot) -> Result<(), EngineError> {
         let cols = source.weights().spec().width;
+        let made_for = source.slot(slot).to_vec();
         let mut weights: Vec<Vec<f32>> = self.all.iter().map(|_| Vec::new()).collect();
         for made_for in made_for.chunks(TOKENS * cols) {
             let mut logits = source.logits(made_for)?;
