@@ -1,5 +1,6 @@
 //! Second moments of the inputs of matrices, summed while a block is run.
 
+use super::sets::Sets;
 use super::stage::{ExpertWork, Stage, blocks};
 use super::{SolveError, Task};
 use crate::artifact::error::ArtifactError;
@@ -29,17 +30,24 @@ pub(super) struct Gathered {
     pub expert: Option<ExpertId>,
     pub over: Over,
     pub moments: Moments,
+    /// Rows that have moments of their own: a head's.
+    pub sets: Sets,
 }
 
 impl Gathered {
     /// Empty sums for everything a stage watches: its buffers in order, then its experts, inputs before what down sees.
-    pub fn start(stage: &Stage, task: &Task<'_>, open: &dyn Fn(TensorId) -> bool) -> Vec<Self> {
+    pub fn start(stage: &Stage, task: &Task<'_>, open: &dyn Fn(TensorId) -> bool) -> Result<Vec<Self>, SolveError> {
         let cols = |id: TensorId| task.weights.get(id).map_or(0, |w| w.cols);
         let new = |ids: Vec<TensorId>, expert, over| {
             let moments = Moments::new(ids.first().map_or(0, |&id| cols(id)), task.feedback);
-            Gathered { ids, expert, over, moments }
+            Gathered { ids, expert, over, moments, sets: Sets::default() }
         };
         let mut all: Vec<Self> = stage.watched.iter().map(|(_, _, ids)| new(ids.clone(), None, Over::Tokens)).collect();
+        for of_head in
+            all.iter_mut().filter(|g| task.feedback && g.ids.iter().any(|id| matches!(id.role, Role::Head | Role::Embed)))
+        {
+            of_head.sets = Sets::divide(&values(task, of_head.ids[0])?, cols(of_head.ids[0]));
+        }
         if let Some(work) = &stage.experts {
             let over = if work.pooled { Over::AllTokens } else { Over::Tokens };
             for &e in &work.experts {
@@ -54,8 +62,13 @@ impl Gathered {
                 }
             }
         }
-        all
+        Ok(all)
     }
+}
+
+fn values(task: &Task<'_>, id: TensorId) -> Result<Vec<f32>, SolveError> {
+    let weight = task.weights.get(id).ok_or_else(|| ArtifactError::Vanished { tensor: id.to_string() })?;
+    Ok(weight.to_f32().map_err(|e| ArtifactError::Decode { tensor: id.to_string(), source: Box::new(e) })?)
 }
 
 /// What an error of the embedding does to the products of the first layer, each block of it counting alike: second moments of the
@@ -63,11 +76,6 @@ impl Gathered {
 /// these have made of it.
 pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveError> {
     let spec = task.weights.spec();
-    let vanished = |id: TensorId| ArtifactError::Vanished { tensor: id.to_string() };
-    let values = |id: TensorId| -> Result<Vec<f32>, SolveError> {
-        let weight = task.weights.get(id).ok_or_else(|| vanished(id))?;
-        Ok(weight.to_f32().map_err(|e| ArtifactError::Decode { tensor: id.to_string(), source: Box::new(e) })?)
-    };
     let mut all = Moments::new(spec.width, task.feedback);
     let steps = plan.layers.first().map_or(&[][..], |layer| &plan.steps[layer.clone()]);
     for block in blocks(steps) {
@@ -75,7 +83,7 @@ pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveErro
         let mut normed: Option<(Slot, Vec<f32>)> = None;
         for step in &steps[block] {
             if let Step::Norm { dst, src: Slot::Residual, w, .. } = *step {
-                normed = Some((dst, values(w)?));
+                normed = Some((dst, values(task, w)?));
             }
             let Some((slot, gain)) = &normed else { continue };
             let ids: Vec<TensorId> = match *step {
@@ -87,7 +95,7 @@ pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveErro
                 _ => step.product().filter(|(_, src)| src == slot).map(|(w, _)| w).into_iter().collect(),
             };
             for id in ids {
-                let mut rows = values(id)?;
+                let mut rows = values(task, id)?;
                 rows.chunks_exact_mut(spec.width).for_each(|row| row.iter_mut().zip(gain).for_each(|(x, g)| *x *= g));
                 found.add(&rows);
             }
@@ -127,6 +135,10 @@ pub(super) fn gather(
                 if let Step::Linear { dst: Slot::Block, .. } = engine.plan().steps[block.start + i] {
                     gathered.moments.add_debt(&missing(engine, source), engine.slot(*slot));
                 }
+            }
+            if !gathered.sets.all.is_empty() {
+                let x = engine.slot(*slot).to_vec();
+                gathered.sets.add(&x, source.as_deref_mut().unwrap_or(engine), *slot)?;
             }
         }
         if *runs {

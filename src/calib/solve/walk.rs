@@ -1,6 +1,7 @@
 //! Hidden states on their way through the model, and what is chosen for the weights they meet.
 
 use super::gather::{Gathered, Over, gather, readers};
+use super::sets::{Set, Sets};
 use super::stage::{Stage, blocks};
 use super::{Advance, Module, Progress, SolveError, Task, codes_file, layer_name, modules_file, part, wave};
 use crate::artifact::error::ArtifactError;
@@ -15,7 +16,7 @@ use crate::ids::{Part, Role, SeqId, TensorId};
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::Ffn;
 use crate::quant::format::{Format, OwnedPacked};
-use crate::quant::gptq::{Feedback, FeedbackError, Moments};
+use crate::quant::gptq::{Feedback, FeedbackError, Loss, Moments};
 use crate::quant::round::{self, RoundError, Rounding};
 use rayon::prelude::*;
 use std::collections::HashMap;
@@ -136,7 +137,7 @@ impl<'a> Walk<'a> {
             let id = TensorId::global(Role::Embed);
             if !self.tied() && self.is_open(id) {
                 let moments = readers(self.task, self.engine.plan())?;
-                self.choose(vec![Gathered { ids: vec![id], expert: None, over: Over::Readers, moments }])?;
+                self.choose(vec![Gathered { ids: vec![id], expert: None, over: Over::Readers, moments, sets: Sets::default() }])?;
                 self.run_chosen();
             }
             self.file("embed")?;
@@ -211,7 +212,7 @@ impl<'a> Walk<'a> {
 
     /// Runs what a stage may run, and sums what it watches.
     fn gather(&mut self, block: &Range<usize>, stage: &Stage) -> Result<Vec<Gathered>, SolveError> {
-        let mut found = Gathered::start(stage, self.task, &|id| self.is_open(id));
+        let mut found = Gathered::start(stage, self.task, &|id| self.is_open(id))?;
         let width = self.task.weights.spec().width;
         for (first_row, windows) in self.groups.clone() {
             let batch = self.load(first_row, windows, width)?;
@@ -280,7 +281,13 @@ impl<'a> Walk<'a> {
     /// Rounds a tensor whose inputs are not products: nothing weighs its errors.
     fn round(&mut self, id: TensorId) -> Result<(), SolveError> {
         let Some(cols) = self.task.weights.get(id).filter(|_| self.is_open(id)).map(|w| w.cols) else { return Ok(()) };
-        self.choose(vec![Gathered { ids: vec![id], expert: None, over: Over::Tokens, moments: Moments::identity(cols, 0) }])
+        self.choose(vec![Gathered {
+            ids: vec![id],
+            expert: None,
+            over: Over::Tokens,
+            moments: Moments::identity(cols, 0),
+            sets: Sets::default(),
+        }])
     }
 
     /// Quantizes the matrices whose inputs were gathered, for every choice.
@@ -301,9 +308,13 @@ impl<'a> Walk<'a> {
 
 /// For each choice, what becomes of the matrices that share these inputs.
 fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Chosen>>, SolveError> {
-    let Gathered { ids, moments, over, .. } = gathered;
-    let first = ids.first().map(TensorId::to_string).unwrap_or_default();
-    let feedback = Feedback::new(&moments).map_err(|_| SolveError::Activations(first))?;
+    let Gathered { ids, moments, over, sets, .. } = gathered;
+    let ready = |moments: &Moments| {
+        Feedback::new(moments).map_err(|_| SolveError::Activations(ids.first().map(TensorId::to_string).unwrap_or_default()))
+    };
+    let feedback = ready(&moments)?;
+    let sets: Vec<(&Set, Feedback)> =
+        sets.all.iter().map(|set| Ok((set, ready(&set.moments(&moments))?))).collect::<Result<_, SolveError>>()?;
     let tokens = if over == Over::Readers { 0 } else { moments.tokens() };
     drop(moments);
     let pooled = over == Over::AllTokens;
@@ -313,7 +324,7 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Ch
         Over::Tokens | Over::Readers => 1.0 / rows.max(1) as f64,
     };
     let mut found: Vec<Vec<Chosen>> = task.choices.iter().map(|_| Vec::new()).collect();
-    for id in ids {
+    for id in ids.iter().copied() {
         let vanished = || ArtifactError::Vanished { tensor: id.to_string() };
         let weight = task.weights.get(id).ok_or_else(vanished)?;
         let (cols, name) = (weight.cols, task.weights.file_tensors(id).into_iter().next().ok_or_else(vanished)?);
@@ -328,7 +339,9 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Ch
                 scale_dtype: task.scale_dtype,
                 positive_scales: task.positive_scales,
             };
-            let (packed, mut loss) = feedback.quantize(&values, &how).map_err(|e| fault(e, &name, &values, cols, task))?;
+            let chosen =
+                if sets.is_empty() { feedback.quantize(&values, &how) } else { by_sets(&feedback, &sets, &values, &how) };
+            let (packed, mut loss) = chosen.map_err(|e| fault(e, &name, &values, cols, task))?;
             for part in [&mut loss.before, &mut loss.after, &mut loss.whole] {
                 *part *= per_token;
             }
@@ -337,6 +350,22 @@ fn choose(task: &Task<'_>, gathered: Gathered, rows: usize) -> Result<Vec<Vec<Ch
         }
     }
     Ok(found)
+}
+
+/// Quantizes what would best do the work of `src`, `[R, K]`, by all its inputs, the rows of a set weighed by the set's own moments.
+fn by_sets(all: &Feedback, sets: &[(&Set, Feedback)], src: &[f32], how: &Rounding) -> Result<(OwnedPacked, Loss), FeedbackError> {
+    let aim = all.aim(src);
+    let rows: usize = sets.iter().map(|(set, _)| set.rows.len()).sum();
+    let cols = src.len() / rows.max(1);
+    let mut out = OwnedPacked::zeroed(rows, cols, how.format(), how.scale_dtype);
+    let mut loss = Loss::default();
+    for (set, feedback) in sets {
+        let own: Vec<f32> = set.rows.iter().flat_map(|&r| aim[r * cols..(r + 1) * cols].iter().copied()).collect();
+        let (packed, of_rows) = feedback.quantize(&own, how).map_err(|e| e.of_rows(|row| set.rows[row]))?;
+        out.place(&packed, &set.rows);
+        loss += of_rows;
+    }
+    Ok((out, loss))
 }
 
 fn fault(error: FeedbackError, tensor: &str, values: &[f32], cols: usize, task: &Task<'_>) -> SolveError {
@@ -361,4 +390,35 @@ fn batch(windows: &[Window], rows: Rows) -> Batch {
         batch.push(SeqId(i as u32), 0, &w.tokens, rows, w.tokens.len());
     }
     batch
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::format::{Bits, Group, Zero};
+    use crate::tensor::Dtype;
+
+    /// Rows come back to their places with codes, scales and zero points: where sets know no more than all tokens do, they change nothing,
+    /// bit for bit. Fails if a row is put a place off, or the matrix is quantized in place of its aim.
+    #[test]
+    fn sets_that_know_nothing_change_nothing() {
+        let (rows, k, tokens) = (200, 64, 300);
+        let value = |i: usize| ((i * 7919 + i * i % 613) % 1009) as f32 / 504.5 - 1.0;
+        let head: Vec<f32> = (0..rows * k).map(value).collect();
+        let x: Vec<f32> = (0..tokens * k).map(|i| value(i + 5) + value(i / k)).collect();
+        let mut all = Moments::new(k, true);
+        all.add(&x);
+        all.add_drift(&x.iter().map(|v| 1.1 * v).collect::<Vec<f32>>(), &x);
+        let feedback = Feedback::new(&all).unwrap();
+        let sets = Sets::divide(&head, k);
+        assert!(sets.all.len() > 1);
+        let sets: Vec<_> = sets.all.iter().map(|set| (set, Feedback::new(&set.moments(&all)).unwrap())).collect();
+        for zero in [Zero::Middle, Zero::Point] {
+            let (bits, group, scale_dtype) = (Bits::Four, Group::Of(32), Dtype::BF16);
+            let how = Rounding { bits, group, zero, method: round::Method::Search, scale_dtype, positive_scales: false };
+            let (whole, _) = feedback.quantize(&head, &how).unwrap();
+            let (parts, _) = by_sets(&feedback, &sets, &head, &how).unwrap();
+            assert_eq!(parts, whole);
+        }
+    }
 }
