@@ -16,7 +16,7 @@
 //
 // Instances, F as in linear.cu, by (rows of a tile, warps of a team, k_warps): gate_up 32 (16 of each matrix), 4, 4; down_pairs 64, 4, 1;
 //   down 16, `split`, `split`. stages is a multiple of the teams, so that a team meets its own stages again, and at most 8.
-// Launch: threads 32 (teams * warps + 1), s4 at most 3 teams, down 8 / split; grid as many as are resident, at most the tiles; with
+// Launch: threads 32 (teams * warps + 1), s4 at most 3 teams, down 8 / split, or one of 16 warps where a stage is long; grid as many as are resident, at most the tiles; with
 //   block = 256 (w16 512), groups = ceil(inner / 128), S = 2 * scales a row, all in units of 16 bytes:
 //   s4: shared = stages * (tile (inner bits / 8 + S) + 64 + columns (groups block + 4 ceil4(groups)))
 //     + 4 * 2 * teams * k_warps * 4 * (tile + 8) where k_warps > 1, + 48 E if direct
@@ -40,7 +40,7 @@ struct DownArgs {
   int T, D, F, K;
   int chunk;    // groups a stage
   int stages;
-  int split;    // warps that share a stage: 1, 2, 4 or 8
+  int split;    // warps that share a stage: 1, 2, 4 or 16
   float scale;
 };
 
@@ -97,7 +97,7 @@ DEV int list_length(const int* num_slots, const Arrivals& a) {
   int length;
   do length = load_acquire(num_slots);
   while (length < 0);
-  return length;
+  return length & (UNSETTLED - 1);
 }
 // By a warp: waits for an expert on its way; `waited` sums nanoseconds.
 DEV void await_expert(const Arrivals& a, int arrival, int& waited) {
@@ -111,9 +111,8 @@ DEV void await_expert(const Arrivals& a, int arrival, int& waited) {
   stream_fence();
   __syncwarp();
 }
-// `arrival`: of any expert waited for
-DEV void note_wait(const Arrivals& a, int arrival, int waited) {
-  if ((threadIdx.x & 31) == 0 && waited > 0) atomicMax(a.waited + (arrival > 2 * MOST_MOVES ? 2 : 0), waited);
+DEV void note_wait(const Arrivals& a, int waited) {
+  if ((threadIdx.x & 31) == 0 && waited > 0) atomicMax(a.waited, waited);
 }
 
 template <int BITS, int G, int MT, int WM, int WK, bool GATED>
@@ -204,9 +203,10 @@ DEV void stream_experts(const ExpertsArgs& a) {
       if (++stage == stages) stage = 0, parity ^= 1;
     }
     if (a.arrivals.pieces) {
-      note_wait(a.arrivals, there, waited);
-      // With nothing on its way there was nothing to learn from about the kernel before.
-      if (GATED && a.slots[num_slots - 1].arrival == 0) dependency_wait();
+      note_wait(a.arrivals, waited);
+      if (GATED)
+        while (load_acquire(a.num_slots) & UNSETTLED) {
+        }
     }
     return;
   }
@@ -302,7 +302,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
 template <int BITS, int G>
 DEV void down_rows(const DownArgs& a) {
   typedef Form<BITS, G> F;
-  const int SUB = F::SUB, BLOCK = Block<BITS>::BYTES, WARPS = 8;
+  const int SUB = F::SUB, BLOCK = Block<BITS>::BYTES, WARPS = (int)blockDim.x / 32 - 1;
   extern __shared__ uint4 moe_sh[];
   __shared__ u64 full_sh[MOST_STAGES], empty_sh[MOST_STAGES];
   __shared__ TileInfo info_sh[MOST_STAGES];
@@ -328,7 +328,7 @@ DEV void down_rows(const DownArgs& a) {
     if (a.direct.logits) list = list_direct(a.direct, a.T, direct_sh);
     const int num_slots = a.direct.logits ? list.count() : list_length(a.num_slots, a.arrivals);
     u32 awaited = 0;
-    int last = 0, waited = 0;
+    int waited = 0;
 #pragma unroll 1
     for (int slot = lane; slot - lane < num_slots; slot += 32) {
       u64 at[2];
@@ -353,7 +353,7 @@ DEV void down_rows(const DownArgs& a) {
         if (expert.arrival && !(awaited >> slot & 1)) {
           if (!awaited) dependency_wait();  // what arrives later than h holds this kernel up
           await_expert(a.arrivals, expert.arrival, waited);
-          awaited |= 1u << slot, last = expert.arrival;
+          awaited |= 1u << slot;
         }
         const char* src = (const char*)(theirs ? expert.scale : expert.code)[0] + from;
 #pragma unroll 1
@@ -371,7 +371,7 @@ DEV void down_rows(const DownArgs& a) {
         }
       }
     }
-    note_wait(a.arrivals, last, waited);
+    note_wait(a.arrivals, waited);
     dependency_wait();
     dependents_launch();
     return;
@@ -465,7 +465,7 @@ DEV void down_rows(const DownArgs& a) {
 #pragma unroll 4
       for (int p = n * a.K; p < (n + 1) * a.K; p++) {
         float one = 0.f;
-#pragma unroll 2
+#pragma unroll 8
         for (int c = 0; c < parts; c++) one += sums_sh[(p * parts + c) * 16 + r];
         sum += (a.direct.logits ? direct_sh.gate[p] : a.gates[p]) * one;
       }
@@ -476,7 +476,7 @@ DEV void down_rows(const DownArgs& a) {
 
 // These bound the registers: with w4 both kernels of a step find room beside each other.
 #define MOST_THREADS(BITS, G) (BITS == 4 && G == 128 ? 704 : 416)
-#define DOWN_THREADS(BITS, G) (BITS == 4 && G == 128 ? 768 : 288)
+#define DOWN_THREADS(BITS, G) (BITS == 4 && G == 128 ? 768 : 544)
 #define FORM(NAME, BITS, G)                                                                                                                                                            \
   extern "C" __global__ void __launch_bounds__(MOST_THREADS(BITS, G), 1) moe_gate_up_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 2, 1, 4, true>(a); }     \
   extern "C" __global__ void __launch_bounds__(MOST_THREADS(BITS, G), 1) moe_down_pairs_##NAME##_s4(const __grid_constant__ ExpertsArgs a) { stream_experts<BITS, G, 1, 4, 1, false>(a); } \

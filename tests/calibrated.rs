@@ -329,6 +329,7 @@ fn later_matrices_make_up_for_the_embedding() {
             positive_scales: false,
             scale_dtype: Dtype::BF16,
             max_memory: 1 << 30,
+            place: Place::Processor,
         };
         let found = solve::solve(&task, &mut |_| true).unwrap().remove(0);
         let candidate = weights.patched(vec![Patch::Solved(found.solved)]);

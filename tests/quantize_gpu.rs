@@ -17,6 +17,9 @@ use moe::tensor::Dtype;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Name, format of each tensor, and whether errors are fed back.
+type Recipe<'a> = (&'a str, &'a (dyn Fn(TensorId) -> Format + Sync), bool);
+
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
@@ -176,7 +179,7 @@ fn layers_behind_the_same_layers_are_chosen_alike() {
     let windows = windows(weights.spec().vocab, LENGTHS);
     let of = |group| all_in(&weights, Bits::Four, Group::Of(group));
     let (g32, g64) = (of(32), of(64));
-    let recipes: [(&str, &(dyn Fn(TensorId) -> Format + Sync), bool); 4] =
+    let recipes: [Recipe<'_>; 4] =
         [("mixed", &mixed, true), ("int4:g64", &g64, true), ("int4:g32", &g32, true), ("mixed, importance", &mixed, false)];
     for (name, format, feedback) in recipes {
         let setup = Setup { weights: &weights, format, windows: &windows, advance: Advance::Solved, feedback };
@@ -245,8 +248,7 @@ fn artifacts_diverge_alike() {
     let weights = Arc::new(Weights::open(&fixture("tiny")).unwrap());
     let asked = windows(weights.spec().vocab, LENGTHS);
     let g64 = all_in(&weights, Bits::Four, Group::Of(64));
-    let recipes: [(&str, &(dyn Fn(TensorId) -> Format + Sync), bool); 3] =
-        [("mixed", &mixed, true), ("int4:g64", &g64, true), ("mixed, importance", &mixed, false)];
+    let recipes: [Recipe<'_>; 3] = [("mixed", &mixed, true), ("int4:g64", &g64, true), ("mixed, importance", &mixed, false)];
     for (name, format, feedback) in recipes {
         let kld = |windows: &[Window], place| {
             let setup = Setup { weights: &weights, format, windows, advance: Advance::Solved, feedback };

@@ -34,12 +34,15 @@ struct ExpertSlot {
 DEV int slot_pair(const ExpertSlot& slot, const int* pairs, int n) { return n < 8 ? slot.pair[n] : pairs[slot.first + n]; }
 
 // Experts that arrive while the products run (tiers.cu). A list is there once its length is above zero; an expert on its way is there
-// once all its pieces are. Launches take turns with two sets of counts.
+// once all its pieces are. Launches take turns with two sets of counts, and with two more of what they bring for the layer behind.
 static const int MOST_MOVES = 1024;
+// Beside the length of a list: the kernel that brings experts has yet to write what later kernels read before they wait. The first half
+// of the experts does not end while it is set.
+static const int UNSETTLED = 1 << 20;
 struct Arrivals {
-  const int* pieces;  // [2 turns][2 halves][MOST_MOVES] that are there, from the half on that is read; or null: every list and expert is
+  const int* pieces;  // [4 sets][2 halves][MOST_MOVES] that are there, from the half on that is read; or null: every list and expert is
                       // there when the kernel before is done
-  int* waited;        // [2][2] likewise: longest wait of a block in which it had nothing else to do, nanoseconds
+  int* waited;        // [2], from the half on: longest wait of a block in which it had nothing else to do, nanoseconds
   int needed;         // pieces of an expert
   int pad;
 };

@@ -41,6 +41,9 @@ pub struct BenchArgs {
     /// Fetch experts no faster than this while decoding, e.g. 25GB/s, to see what a slower link does.
     #[arg(long, value_name = "RATE")]
     pub link_limit: Option<String>,
+    /// With --routing, whose choices cannot be foreseen: share of them that are named right a layer ahead (without: none are named).
+    #[arg(long, value_name = "SHARE")]
+    pub recall: Option<f64>,
     /// Choose experts by a rule instead of the model's routers: uniform, local:P (an expert of the previous token with
     /// probability P) or trace:FILE (as `profile-experts` recorded).
     #[arg(long, value_name = "RULE")]

@@ -19,6 +19,9 @@ pub struct MemoryArgs {
     /// List of hot experts, which the GPU shall hold first (default: hot_experts.json in the model's directory, if there is one).
     #[arg(long, value_name = "FILE")]
     pub hot: Option<PathBuf>,
+    /// Most experts that each layer brings into GPU memory for the one behind it before that one has chosen, 0 for none.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub ahead: usize,
 }
 
 /// How page-locked memory is spread.

@@ -63,6 +63,9 @@ struct Fetching {
     hit_rate: f64,
     /// Share that was read over the link without taking one.
     direct_rate: f64,
+    /// Of the experts that were not, share that came a layer ahead; of those that came so, share that was not used.
+    recall: Option<f64>,
+    waste: Option<f64>,
     link_bytes_per_tok: f64,
     /// While fetching, and that as a share of the link as measured.
     link_bytes_s: f64,
@@ -70,6 +73,9 @@ struct Fetching {
     /// Of a step, milliseconds: bytes were on their way, and the products had nothing else to do.
     busy_ms: f64,
     stall_ms: f64,
+    /// From the disk, and of a step the milliseconds in which it was waited for.
+    disk_bytes_per_tok: f64,
+    disk_ms: f64,
     /// Least time of a step, milliseconds: the larger of reading memory and moving the missing bytes; and its share of the time.
     bound_ms: f64,
     share_of_bound: f64,
@@ -135,7 +141,7 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
     let routing = args.routing.as_deref().map(|text| routing(text, &engine)).transpose()?;
     for &batch in &args.batch {
         if let Engine::Cuda(e) = &mut engine {
-            e.set_routing(routing.as_ref(), batch, args.generate - 1)?;
+            e.set_routing(routing.as_ref(), batch, args.generate - 1, args.recall)?;
         }
         let mut runs = Vec::new();
         for repeat in 0..=args.repeats {
@@ -355,15 +361,21 @@ fn fetching(runs: &[Run], step_bytes: f64, link_bytes_s: f64, read_bytes_s: f64,
     let steps: f64 = runs.iter().map(|r| r.steps_ms.len() as f64).sum();
     let step_ms = runs.iter().flat_map(|r| &r.steps_ms).sum::<f64>() / steps;
     let link_bytes_per_step = total.bytes as f64 / steps;
-    let bound_ms = 1e3 * (step_bytes / read_bytes_s).max(link_bytes_per_step / link_bytes_s);
+    // What was brought in vain is no part of the bound.
+    let needed = total.missed() as f64 / (total.fetched + total.direct + total.ahead).max(1) as f64;
+    let bound_ms = 1e3 * (step_bytes / read_bytes_s).max(needed * link_bytes_per_step / link_bytes_s);
     Some(Fetching {
         hit_rate: total.hit_rate(),
         direct_rate: total.direct as f64 / total.chosen.max(1) as f64,
+        recall: (total.ahead > 0).then(|| total.recall()),
+        waste: (total.ahead > 0).then(|| total.waste()),
         link_bytes_per_tok: link_bytes_per_step / batch as f64,
         link_bytes_s: total.link_bytes_s(),
         share_of_link: total.link_bytes_s() / link_bytes_s,
         busy_ms: total.busy_ns as f64 / 1e6 / steps,
         stall_ms: total.stall_ns as f64 / 1e6 / steps,
+        disk_bytes_per_tok: total.disk_bytes as f64 / steps / batch as f64,
+        disk_ms: total.disk_ns as f64 / 1e6 / steps,
         bound_ms,
         share_of_bound: bound_ms / step_ms,
     })
@@ -447,11 +459,15 @@ fn report(
                 batch.to_string(),
                 percent(Some(f.hit_rate)),
                 percent(Some(f.direct_rate)),
+                percent(f.recall),
+                percent(f.waste),
                 format!("{:.1}", f.link_bytes_per_tok / 1e6),
                 format!("{:.1}", f.link_bytes_s / 1e9),
                 percent(Some(f.share_of_link)),
                 format!("{:.3} ms", f.busy_ms),
                 format!("{:.3} ms", f.stall_ms),
+                format!("{:.1}", f.disk_bytes_per_tok / 1e6),
+                format!("{:.3} ms", f.disk_ms),
                 format!("{:.3} ms", f.bound_ms),
                 percent(Some(f.share_of_bound)),
             ]
@@ -462,11 +478,15 @@ fn report(
             "batch",
             "hits",
             "direct",
+            "ahead",
+            "waste",
             "link MB/tok",
             "link GB/s",
             "of link",
             "link/step",
             "stall/step",
+            "disk MB/tok",
+            "disk/step",
             "bound/step",
             "of bound",
         ];

@@ -18,6 +18,7 @@ pub(super) fn options(args: &MemoryArgs, dir: Option<&Path>, spec: &ModelSpec, f
     Ok(Options {
         budget_bytes: args.vram_budget.as_deref().map(measure::bytes).transpose()?,
         host_bytes: args.host_budget.as_deref().map(measure::bytes).transpose()?.unwrap_or(u64::MAX),
+        ahead: args.ahead,
         numa: match args.numa {
             Numa::Off => cuda::Numa::Off,
             Numa::Interleave => cuda::Numa::Interleave,
@@ -84,6 +85,10 @@ fn host(plan: &VramPlan) -> Vec<Vec<String>> {
     let mut rows = vec![vec![format!("page-locked: copies of {copies} experts"), bytes(plan.host_bytes)]];
     if permanent > 0 {
         rows.push(vec![format!("no copy: {permanent} experts stay in GPU memory for good"), "-".into()]);
+    }
+    if plan.disk_bytes > 0 {
+        let left = plan.experts - copies - permanent;
+        rows.push(vec![format!("read from the disk when needed: {left} experts"), bytes(plan.disk_bytes)]);
     }
     rows
 }

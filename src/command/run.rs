@@ -248,6 +248,18 @@ fn answer(session: &mut Session, history: &mut Vec<u32>) -> Result<(String, Outc
             bytes(t.bytes / outcome.generated_tok.max(1) as u64),
             t.link_bytes_s() / 1e9
         ));
+        if t.ahead > 0 {
+            let (recall, waste) = (100.0 * t.recall(), 100.0 * t.waste());
+            out.note(format!("{recall:.1} % of the others came a layer ahead; {waste:.1} % of what came ahead was not used"));
+        }
+        if t.disk_experts > 0 {
+            out.note(format!(
+                "{} experts read from the disk, {} at {:.2} GB/s",
+                t.disk_experts,
+                bytes(t.disk_bytes),
+                t.disk_bytes_s() / 1e9
+            ));
+        }
     }
     engine.take_notes().iter().for_each(|note| out.note(note));
     Ok((text, outcome))

@@ -73,6 +73,8 @@ pub struct Inputs {
     pub cols: usize,
     /// Outputs that can pay what the residual stream lacks, `R`; 0: they go elsewhere.
     pub pays: usize,
+    /// The head, if it reads them: a place may tell apart for which of its rows an input counts.
+    pub head: Option<TensorId>,
 }
 
 /// Matrices that share their inputs.

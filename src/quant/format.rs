@@ -371,6 +371,18 @@ impl OwnedPacked {
         }
     }
 
+    /// Puts the rows of another, of the same format, in place of these.
+    pub fn place(&mut self, other: &Self, rows: &[usize]) {
+        debug_assert!(other.rows == rows.len() && self.format() == other.format());
+        let row_bytes = self.cols * self.bits.count() / 8;
+        let levels = other.view().levels();
+        let groups = levels.len() / other.rows.max(1);
+        for (i, &row) in rows.iter().enumerate() {
+            self.words[row * row_bytes..][..row_bytes].copy_from_slice(&other.words[i * row_bytes..][..row_bytes]);
+            levels[i * groups..][..groups].iter().enumerate().for_each(|(g, level)| self.set_level(row, g, *level));
+        }
+    }
+
     /// How it is stored.
     pub fn format(&self) -> Format {
         let zero = if self.zeros.is_some() { Zero::Point } else { Zero::Middle };

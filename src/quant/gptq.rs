@@ -136,6 +136,16 @@ impl Moments {
         self.sums.iter_mut().zip(&other.sums).for_each(|(s, o)| *s += factor * o);
     }
 
+    /// A mixture of these sums, so large a share, and those of `all`, of as many columns and as full, in its units and for its tokens.
+    pub fn mixed(&self, all: &Self, share: f64) -> Self {
+        let energy = |m: &Self| m.diagonal().iter().map(|d| f64::from(*d)).sum::<f64>();
+        let (own, common) = (energy(self), energy(all));
+        let share = if own > 0.0 { share } else { 0.0 };
+        let (of_own, of_all) = ((share * common / own.max(f64::MIN_POSITIVE)) as f32, (1.0 - share) as f32);
+        let sums = self.sums.iter().zip(&all.sums).map(|(s, a)| of_own * s + of_all * a).collect();
+        Self { cols: all.cols, tokens: all.tokens, sums, drift: Vec::new(), debt: Vec::new(), full: all.full }
+    }
+
     /// `sum of w x_i^2`, `[K]`.
     pub fn diagonal(&self) -> Vec<f32> {
         let step = if self.full { self.cols + 1 } else { 1 };
@@ -167,6 +177,16 @@ pub enum FeedbackError {
     /// The weights cannot be rounded.
     #[error(transparent)]
     Round(#[from] RoundError),
+}
+
+impl FeedbackError {
+    /// The same where the rows given are others of a larger matrix.
+    pub fn of_rows(self, place: impl Fn(usize) -> usize) -> Self {
+        match self {
+            FeedbackError::Round(e) => FeedbackError::Round(e.of_rows(place)),
+            other => other,
+        }
+    }
 }
 
 /// What the diagonal of second moments and the number of tokens say.
@@ -347,7 +367,7 @@ impl Feedback {
 
     /// The matrix that comes nearest, on the inputs it gets, to what `src`, `[R, K]`, gave on those it was made for and to the
     /// outputs that are missing: `src + (src drift + debt) H^-1`, by ridge regression.
-    fn aim(&self, src: &[f32]) -> Vec<f32> {
+    pub fn aim(&self, src: &[f32]) -> Vec<f32> {
         let k = self.cols;
         let mut aim = src.to_vec();
         // A value that is no number is left for rounding to find where it is.
@@ -376,12 +396,7 @@ impl Feedback {
         let tasks: Vec<(OwnedPacked, Loss)> = src
             .par_chunks(TASK_ROWS * self.cols)
             .enumerate()
-            .map(|(i, src)| {
-                self.quantize_rows(src, how).map_err(|e| match e {
-                    FeedbackError::Round(e) => FeedbackError::Round(e.below(i * TASK_ROWS)),
-                    other => other,
-                })
-            })
+            .map(|(i, src)| self.quantize_rows(src, how).map_err(|e| e.of_rows(|row| i * TASK_ROWS + row)))
             .collect::<Result<_, _>>()?;
         let mut out = OwnedPacked::zeroed(0, self.cols, how.format(), how.scale_dtype);
         let mut loss = Loss::default();

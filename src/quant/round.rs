@@ -93,11 +93,11 @@ pub enum RoundError {
 }
 
 impl RoundError {
-    /// The same where the block given begins at `first` of a longer one.
-    pub fn below(self, first: usize) -> Self {
+    /// The same where the rows given are others of a larger matrix.
+    pub fn of_rows(self, place: impl Fn(usize) -> usize) -> Self {
         match self {
-            RoundError::NonFinite { row, col } => RoundError::NonFinite { row: first + row, col },
-            RoundError::ScaleOverflow { row, col } => RoundError::ScaleOverflow { row: first + row, col },
+            RoundError::NonFinite { row, col } => RoundError::NonFinite { row: place(row), col },
+            RoundError::ScaleOverflow { row, col } => RoundError::ScaleOverflow { row: place(row), col },
         }
     }
 }

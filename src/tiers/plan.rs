@@ -29,8 +29,6 @@ pub struct Needs {
     pub driver_bytes: u64,
     /// Page-locked host memory through which experts come from the disk, if any lie only there.
     pub staging_bytes: u64,
-    /// Whether they may.
-    pub from_disk: bool,
 }
 
 /// Where the bytes go.
@@ -139,8 +137,8 @@ impl Needs {
 
     /// What lies in host memory beside these slots: a copy of every expert, since any may leave its slot. Where that is too much,
     /// as many slots as need be never change hands and their experts' copies are given back, down to one token's slots that do.
-    /// Where that is too little too and the disk may be read, half of those slots stay, and copies are spent like slots are: the rest
-    /// is on the disk. Else the plan takes more than the budget.
+    /// Where that is too little too, half of those slots stay, and copies are spent like slots are: the rest is on the disk. Below one
+    /// token's copies the plan takes more than the budget.
     fn host(&self, slots: &[usize], budget_bytes: u64) -> Host {
         let bytes = |n: &[usize]| self.slot_bytes(n);
         let all: Vec<usize> = self.layers.iter().map(|l| l.experts).collect();
@@ -154,7 +152,7 @@ impl Needs {
         let least: Vec<usize> = self.layers.iter().zip(&half).map(|(l, p)| (p + l.floor()).min(l.experts)).collect();
         let in_memory = bytes(&without(&most));
         let with_disk = bytes(&least) - bytes(&half) + self.staging_bytes;
-        let smallest_bytes = if self.from_disk { in_memory.min(with_disk) } else { in_memory };
+        let smallest_bytes = in_memory.min(with_disk);
         let mut permanent = none;
         let mut taken = bytes(&all);
         while taken > budget_bytes {
@@ -166,9 +164,6 @@ impl Needs {
                 }
             }
             if taken == before {
-                if !self.from_disk {
-                    break;
-                }
                 let left = budget_bytes.saturating_sub(self.staging_bytes) + bytes(&half);
                 let held = slots_from(&self.layers, least.clone(), left).unwrap_or(least);
                 let disk_bytes = bytes(&all) - bytes(&held);
@@ -287,7 +282,6 @@ mod tests {
             workspace_bytes: 60,
             driver_bytes: 50,
             staging_bytes: 100,
-            from_disk: true,
         }
     }
 
@@ -357,9 +351,6 @@ mod tests {
         assert_eq!((&host.permanent[..], &host.slots[..], host.bytes, host.disk_bytes), (&[3, 2][..], &[4, 4][..], 900, 700));
         assert_eq!((at(0).smallest_bytes, &at(0).slots[..]), (500, &[2, 2][..]));
         assert_eq!(needs.host(&[10, 10], 0).bytes, 0);
-        let needs = Needs { from_disk: false, ..needs };
-        let host = needs.host(&[8, 6], 999);
-        assert_eq!((host.bytes, host.smallest_bytes, host.disk_bytes), (1000, 1000, 0), "it does not fit, and says what would");
     }
 
     /// Integers, exact.

@@ -60,7 +60,9 @@ pub(super) fn start<S: Solver>(
         }
     }
     let cols = |ids: &[TensorId]| ids.first().and_then(|&id| task.weights.get(id)).map_or(0, |w| w.cols);
-    let inputs: Vec<Inputs> = all.iter().map(|(ids, .., pays)| Inputs { cols: cols(ids), pays: *pays }).collect();
+    let head = |ids: &[TensorId]| ids.iter().copied().find(|id| matches!(id.role, Role::Head | Role::Embed));
+    let inputs = all.iter().map(|(ids, .., pays)| Inputs { cols: cols(ids), pays: *pays, head: head(ids) });
+    let inputs: Vec<Inputs> = inputs.collect();
     let sums = solver.empty(&inputs, task.feedback)?;
     let all = all.into_iter().zip(sums);
     Ok(all.map(|((ids, expert, over, _), sums)| Gathered { ids, expert, over, sums }).collect())
@@ -71,16 +73,16 @@ fn pays(step: &Step) -> bool {
     matches!(step, Step::Linear { dst: Slot::Block, .. })
 }
 
+fn values(task: &Task<'_>, id: TensorId) -> Result<Vec<f32>, SolveError> {
+    let weight = task.weights.get(id).ok_or_else(|| ArtifactError::Vanished { tensor: id.to_string() })?;
+    Ok(weight.to_f32().map_err(|e| ArtifactError::Decode { tensor: id.to_string(), source: Box::new(e) })?)
+}
+
 /// What an error of the embedding does to the products of the first layer, each block of it counting alike: second moments of the
 /// rows of the matrices that read the residual stream, each times the gain of the norm before it. Later layers read it through what
 /// these have made of it.
 pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveError> {
     let spec = task.weights.spec();
-    let vanished = |id: TensorId| ArtifactError::Vanished { tensor: id.to_string() };
-    let values = |id: TensorId| -> Result<Vec<f32>, SolveError> {
-        let weight = task.weights.get(id).ok_or_else(|| vanished(id))?;
-        Ok(weight.to_f32().map_err(|e| ArtifactError::Decode { tensor: id.to_string(), source: Box::new(e) })?)
-    };
     let mut all = Moments::new(spec.width, task.feedback);
     let steps = plan.layers.first().map_or(&[][..], |layer| &plan.steps[layer.clone()]);
     for block in blocks(steps) {
@@ -88,7 +90,7 @@ pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveErro
         let mut normed: Option<(Slot, Vec<f32>)> = None;
         for step in &steps[block] {
             if let Step::Norm { dst, src: Slot::Residual, w, .. } = *step {
-                normed = Some((dst, values(w)?));
+                normed = Some((dst, values(task, w)?));
             }
             let Some((slot, gain)) = &normed else { continue };
             let ids: Vec<TensorId> = match *step {
@@ -100,7 +102,7 @@ pub(super) fn readers(task: &Task<'_>, plan: &Plan) -> Result<Moments, SolveErro
                 _ => step.product().filter(|(_, src)| src == slot).map(|(w, _)| w).into_iter().collect(),
             };
             for id in ids {
-                let mut rows = values(id)?;
+                let mut rows = values(task, id)?;
                 rows.chunks_exact_mut(spec.width).for_each(|row| row.iter_mut().zip(gain).for_each(|(x, g)| *x *= g));
                 found.add(&rows);
             }

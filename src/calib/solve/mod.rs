@@ -3,11 +3,13 @@
 //! Hidden states of all tokens advance through the model one block at a time. A block is passed several times: what is known of
 //! it is run, second moments of the inputs of the next matrices are summed, these are quantized, and so on until a last pass
 //! runs the quantized block. With feedback the source runs on hidden states of its own beside it, so that every matrix aims at what
-//! the source computes. What is finished is filed, a layer a file; a run that finds such files replays them and goes on.
+//! the source computes, and errors of a head count where the source is in doubt. What is finished is filed, a layer a file; a run
+//! that finds such files replays them and goes on.
 //! Memory is one layer, one wave of second moments, one factorisation a thread, and the hidden states or their window of a file.
 
 mod gather;
 mod processor;
+mod sets;
 mod stage;
 mod walk;
 

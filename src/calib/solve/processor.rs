@@ -1,5 +1,6 @@
 //! Choosing codes on the processor: the reference.
 
+use super::sets::{Set, Sets};
 use crate::artifact::weights::Weights;
 use crate::calib::hidden::Hidden;
 use crate::engine::cpu::{Engine, experts};
@@ -7,7 +8,9 @@ use crate::engine::solver::{Chosen, ExpertWork, Inputs, Job, Solver, SolverError
 use crate::engine::{Batch, EngineError, Event};
 use crate::ids::{ExpertId, TensorId};
 use crate::model::plan::{Plan, Slot};
-use crate::quant::gptq::{Feedback, Moments};
+use crate::quant::format::OwnedPacked;
+use crate::quant::gptq::{Feedback, FeedbackError, Loss, Moments};
+use crate::quant::round::Rounding;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,6 +20,12 @@ use std::time::Instant;
 struct Stream {
     engine: Engine,
     hidden: Hidden,
+}
+
+/// Second moments of all inputs, and of the sets that a head's rows are divided into.
+pub(super) struct Sums {
+    all: Moments,
+    sets: Sets,
 }
 
 /// The reference engine, and the source beside it where matrices make up for what was chosen before them.
@@ -72,7 +81,7 @@ impl Processor {
         source: Option<(&Engine, &[f32])>,
         work: &ExpertWork,
         expert: ExpertId,
-        sums: &mut [&mut Moments],
+        sums: &mut [&mut Sums],
     ) -> Result<(), EngineError> {
         let (num_tok, (chosen, gates)) = (self.num_tok, &self.routed);
         let top_k = chosen.len() / num_tok.max(1);
@@ -100,11 +109,11 @@ impl Processor {
             if work.inner {
                 let mut inner = experts::inner(engine.weights(), work.layer, expert, &x, work.width)?;
                 weigh(&mut inner, work.width);
-                sums[last].add(&inner);
+                sums[last].all.add(&inner);
                 if let (Some((source, missing)), Some(made_for)) = (source, &made_for) {
                     let mut made_for = experts::inner(source.weights(), work.layer, expert, made_for, work.width)?;
                     weigh(&mut made_for, work.width);
-                    sums[last].add_drift(&made_for, &inner);
+                    sums[last].all.add_drift(&made_for, &inner);
                     if !work.pooled {
                         // Outputs are added times their gates: if every expert of a token gave what is missing, by their sum.
                         let mut missing = rows(missing);
@@ -112,16 +121,16 @@ impl Processor {
                             let all: f32 = gates[t * top_k..(t + 1) * top_k].iter().sum();
                             row.iter_mut().for_each(|v| *v *= gate / all.max(f32::MIN_POSITIVE));
                         }
-                        sums[last].add_debt(&missing, &inner);
+                        sums[last].all.add_debt(&missing, &inner);
                     }
                 }
             }
             if work.inputs {
                 weigh(&mut x, width);
-                sums[0].add(&x);
+                sums[0].all.add(&x);
                 if let Some(made_for) = &mut made_for {
                     weigh(made_for, width);
-                    sums[0].add_drift(made_for, &x);
+                    sums[0].all.add_drift(made_for, &x);
                 }
             }
         }
@@ -130,7 +139,7 @@ impl Processor {
 }
 
 impl Solver for Processor {
-    type Sums = Moments;
+    type Sums = Sums;
 
     fn plan(&self) -> &Plan {
         self.own.engine.plan()
@@ -184,33 +193,47 @@ impl Solver for Processor {
         self.streams().for_each(|stream| batch.segments.iter().for_each(|s| stream.engine.release(s.seq)));
     }
 
-    fn empty(&mut self, inputs: &[Inputs], full: bool) -> Result<Vec<Moments>, SolverError> {
-        Ok(inputs.iter().map(|x| Moments::new(x.cols, full)).collect())
+    fn empty(&mut self, inputs: &[Inputs], full: bool) -> Result<Vec<Sums>, SolverError> {
+        let sets = |head: Option<TensorId>| -> Result<Sets, SolverError> {
+            match head.and_then(|id| Some((id, self.weights.get(id)?))) {
+                Some((id, head)) if full => {
+                    let values = head.to_f32().map_err(|e| SolverError::Weight { id, source: Box::new(e) })?;
+                    Ok(Sets::divide(&values, head.cols))
+                }
+                _ => Ok(Sets::default()),
+            }
+        };
+        inputs.iter().map(|x| Ok(Sums { all: Moments::new(x.cols, full), sets: sets(x.head)? })).collect()
     }
 
-    fn lift(&mut self, moments: Moments) -> Result<Moments, SolverError> {
-        Ok(moments)
+    fn lift(&mut self, moments: Moments) -> Result<Sums, SolverError> {
+        Ok(Sums { all: moments, sets: Sets::default() })
     }
 
-    fn tokens(&self, sums: &Moments) -> Result<usize, SolverError> {
-        Ok(sums.tokens())
+    fn tokens(&self, sums: &Sums) -> Result<usize, SolverError> {
+        Ok(sums.all.tokens())
     }
 
-    fn add(&mut self, sums: &mut Moments, slot: Slot, pays: bool) -> Result<(), SolverError> {
+    fn add(&mut self, sums: &mut Sums, slot: Slot, pays: bool) -> Result<(), SolverError> {
         let (x, started) = (self.own.engine.slot(slot), Instant::now());
         debug_assert_eq!(x.len() % self.num_tok, 0);
-        sums.add(x);
+        sums.all.add(x);
         if let Some(source) = &self.source {
-            sums.add_drift(source.engine.slot(slot), x);
+            sums.all.add_drift(source.engine.slot(slot), x);
             if pays {
-                sums.add_debt(&self.missing(source), x);
+                sums.all.add_debt(&self.missing(source), x);
             }
+        }
+        if !sums.sets.all.is_empty() {
+            let x = x.to_vec();
+            let source = self.source.as_mut().map_or(&mut self.own.engine, |s| &mut s.engine);
+            sums.sets.add(&x, source, slot)?;
         }
         self.spend(Work::Moments, started);
         Ok(())
     }
 
-    fn add_experts(&mut self, work: &ExpertWork, sums: &mut [&mut Moments]) -> Result<(), SolverError> {
+    fn add_experts(&mut self, work: &ExpertWork, sums: &mut [&mut Sums]) -> Result<(), SolverError> {
         let each = usize::from(work.inputs) + usize::from(work.inner);
         let (jobs, started) = (sums.par_chunks_mut(each).zip(&work.experts), Instant::now());
         let source = self.source.as_ref().map(|s| (&s.engine, self.missing(s)));
@@ -220,7 +243,7 @@ impl Solver for Processor {
         Ok(())
     }
 
-    fn choose(&mut self, weights: &Weights, jobs: Vec<Job<Moments>>) -> Result<Vec<Vec<Chosen>>, SolverError> {
+    fn choose(&mut self, weights: &Weights, jobs: Vec<Job<Sums>>) -> Result<Vec<Vec<Chosen>>, SolverError> {
         let started = Instant::now();
         let found = jobs.into_par_iter().map(|job| choose(weights, job)).collect();
         self.spend(Work::Codes, started);
@@ -232,21 +255,71 @@ impl Solver for Processor {
     }
 }
 
-fn choose(weights: &Weights, job: Job<Moments>) -> Result<Vec<Chosen>, SolverError> {
-    let Job { sums, matrices } = job;
-    let first = matrices.first().map(|(id, _)| *id);
-    let feedback = match (Feedback::new(&sums), first) {
-        (Ok(feedback), Some(_)) => feedback,
-        (Err(source), Some(id)) => return Err(SolverError::Codes { id, source }),
-        (_, None) => return Ok(Vec::new()),
-    };
-    drop(sums);
+fn choose(weights: &Weights, job: Job<Sums>) -> Result<Vec<Chosen>, SolverError> {
+    let Job { sums: Sums { all, sets }, matrices } = job;
+    let Some(first) = matrices.first().map(|(id, _)| *id) else { return Ok(Vec::new()) };
+    let ready = |moments: &Moments| Feedback::new(moments).map_err(|source| SolverError::Codes { id: first, source });
+    let feedback = ready(&all)?;
+    let sets: Vec<(&Set, Feedback)> =
+        sets.all.iter().map(|set| Ok((set, ready(&set.moments(&all))?))).collect::<Result<_, SolverError>>()?;
+    drop(all);
     let mut found = Vec::new();
     for (id, ways) in matrices {
         let Some(weight) = weights.get(id) else { continue };
         let values = weight.to_f32().map_err(|e| SolverError::Weight { id, source: Box::new(e) })?;
-        let codes = ways.iter().map(|how| feedback.quantize(&values, how)).collect::<Result<_, _>>();
+        let quantize = |how| {
+            if sets.is_empty() { feedback.quantize(&values, how) } else { by_sets(&feedback, &sets, &values, how) }
+        };
+        let codes = ways.iter().map(quantize).collect::<Result<_, _>>();
         found.push(Chosen { id, codes: codes.map_err(|source| SolverError::Codes { id, source })?, damping: feedback.damping });
     }
     Ok(found)
+}
+
+/// Quantizes what would best do the work of `src`, `[R, K]`, by all its inputs, the rows of a set weighed by the set's own moments.
+fn by_sets(all: &Feedback, sets: &[(&Set, Feedback)], src: &[f32], how: &Rounding) -> Result<(OwnedPacked, Loss), FeedbackError> {
+    let aim = all.aim(src);
+    let rows: usize = sets.iter().map(|(set, _)| set.rows.len()).sum();
+    let cols = src.len() / rows.max(1);
+    let mut out = OwnedPacked::zeroed(rows, cols, how.format(), how.scale_dtype);
+    let mut loss = Loss::default();
+    for (set, feedback) in sets {
+        let own: Vec<f32> = set.rows.iter().flat_map(|&r| aim[r * cols..(r + 1) * cols].iter().copied()).collect();
+        let (packed, of_rows) = feedback.quantize(&own, how).map_err(|e| e.of_rows(|row| set.rows[row]))?;
+        out.place(&packed, &set.rows);
+        loss += of_rows;
+    }
+    Ok((out, loss))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quant::format::{Bits, Group, Zero};
+    use crate::quant::round;
+    use crate::tensor::Dtype;
+
+    /// Rows come back to their places with codes, scales and zero points: where sets know no more than all tokens do, they change nothing,
+    /// bit for bit. Fails if a row is put a place off, or the matrix is quantized in place of its aim.
+    #[test]
+    fn sets_that_know_nothing_change_nothing() {
+        let (rows, k, tokens) = (200, 64, 300);
+        let value = |i: usize| ((i * 7919 + i * i % 613) % 1009) as f32 / 504.5 - 1.0;
+        let head: Vec<f32> = (0..rows * k).map(value).collect();
+        let x: Vec<f32> = (0..tokens * k).map(|i| value(i + 5) + value(i / k)).collect();
+        let mut all = Moments::new(k, true);
+        all.add(&x);
+        all.add_drift(&x.iter().map(|v| 1.1 * v).collect::<Vec<f32>>(), &x);
+        let feedback = Feedback::new(&all).unwrap();
+        let sets = Sets::divide(&head, k);
+        assert!(sets.all.len() > 1);
+        let sets: Vec<_> = sets.all.iter().map(|set| (set, Feedback::new(&set.moments(&all)).unwrap())).collect();
+        for zero in [Zero::Middle, Zero::Point] {
+            let (bits, group, scale_dtype) = (Bits::Four, Group::Of(32), Dtype::BF16);
+            let how = Rounding { bits, group, zero, method: round::Method::Search, scale_dtype, positive_scales: false };
+            let (whole, _) = feedback.quantize(&head, &how).unwrap();
+            let (parts, _) = by_sets(&feedback, &sets, &head, &how).unwrap();
+            assert_eq!(parts, whole);
+        }
+    }
 }

@@ -263,22 +263,32 @@ impl Engine {
             }
             Step::Head { dst, src, w, b, scale } => {
                 let rows = batch.logit_rows();
-                let bias = b.map(|b| self.vector(b)).transpose()?;
-                let weights = Arc::clone(&self.weights);
-                let weight = required(&weights, *w);
                 let width = self.plan.widths[*src as usize];
                 let x: Vec<f32> =
                     rows.iter().flat_map(|&r| self.slots[*src as usize][r * width..(r + 1) * width].iter().copied()).collect();
-                let mut out = std::mem::take(&mut self.slots[*dst as usize]);
-                out.resize(rows.len() * weight.rows, 0.0);
-                linear::linear(&mut out, &x, &weight, bias.as_deref())?;
-                if *scale != 1.0 {
-                    out.iter_mut().for_each(|x| *x *= scale);
-                }
-                self.slots[*dst as usize] = out;
+                self.slots[*dst as usize] = self.head(&x, *w, *b, *scale)?;
             }
         }
         Ok(())
+    }
+
+    /// Logits, `[T, V]`, of what the head reads, `[T, D]`.
+    pub fn logits(&mut self, x: &[f32]) -> Result<Vec<f32>, EngineError> {
+        match self.plan.steps[self.plan.epilogue.clone()] {
+            [.., Step::Head { w, b, scale, .. }] => self.head(x, w, b, scale),
+            _ => unreachable!("a plan ends with the head"),
+        }
+    }
+
+    fn head(&mut self, x: &[f32], w: TensorId, b: Option<TensorId>, scale: f32) -> Result<Vec<f32>, EngineError> {
+        let bias = b.map(|b| self.vector(b)).transpose()?;
+        let weight = required(&self.weights, w);
+        let mut out = vec![0.0; x.len() / weight.cols.max(1) * weight.rows];
+        linear::linear(&mut out, x, &weight, bias.as_deref())?;
+        if scale != 1.0 {
+            out.iter_mut().for_each(|x| *x *= scale);
+        }
+        Ok(out)
     }
 
     /// Row length in use: a slot shared by projections of several widths is resized by whoever wrote it last.

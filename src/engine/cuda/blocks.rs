@@ -62,8 +62,10 @@ pub(super) fn norm_code(lead: &Lead) -> i32 {
 }
 
 impl Engine {
+    /// What the device allows; kernels that bring experts have multiprocessors of their own.
     pub(super) fn limits(&self) -> Limits {
-        self.device.properties().limits()
+        let limits = self.device.properties().limits();
+        self.tiers().map_or(limits, |_| limits.beside_fetches(self.ahead > 0))
     }
 
     /// Runs a block with the fast kernels, if they take it.

@@ -43,7 +43,6 @@ pub(super) fn needs(spec: &ModelSpec, plan: &Plan, layout: &Layout, options: &Op
         weights: layout.by_component.clone(),
         ring_bytes: ring_bytes(&layers),
         staging_bytes: staging_bytes(&layers),
-        from_disk: options.from_disk,
         layers,
         page_bytes: (PAGE_TOKENS * row * element) as u64,
         page_tok: PAGE_TOKENS as u64,

@@ -186,6 +186,7 @@ impl Properties {
             block_shared_bytes: (self.block_shared_bytes as usize).saturating_sub(STATIC_SHARED_BYTES),
             sm_shared_bytes: self.sm_shared_bytes as usize,
             warpgroups: self.has_warpgroups(),
+            bulk_copies: self.sm >= 90,
         }
     }
 

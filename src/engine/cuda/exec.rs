@@ -1,5 +1,7 @@
 //! The steps of a plan as launches of the plain kernels: one exhaustive `match`.
 
+use super::experts::Behind;
+use super::fast::FetchArgs;
 use super::launch;
 use super::plain::{Pages, Router};
 use super::{CudaError, Engine, View, tiles};
@@ -103,7 +105,7 @@ impl Engine {
                 let most = self.store.tiers().map_or(usize::MAX, |t| t.most_pairs(layer.0)) / top_k.max(1);
                 for first in (0..num_tok).step_by(most.max(1)) {
                     let (num_tok, pair) = (most.min(num_tok - first), first * top_k);
-                    self.fetch(layer.0, pair, num_tok * top_k, 0, false)?;
+                    self.fetch(layer.0, pair, num_tok * top_k, 0, None)?;
                     let row = |slot: Slot| self.at(slot) + 4 * (first * self.row(slot) as usize) as u64;
                     let (experts, gates) = (self.work.experts.at(4 * pair), self.work.gates.at(4 * pair));
                     let inner = self.work.inner.at(4 * pair * width);
@@ -145,15 +147,15 @@ impl Engine {
         self.plain.plain_append(grid, values, self.at(*v), self.row(*v), pages, dim)
     }
 
-    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile. Nothing to do
-    /// if all are on the device.
+    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile, and experts
+    /// are brought for the layer behind, if it is named. Nothing to do if all are on the device.
     pub(super) fn fetch(
         &self,
         layer: u32,
         first_pair: usize,
         num_pairs: usize,
         list: u64,
-        beside: bool,
+        beside: Option<Option<Behind>>,
     ) -> Result<(), EngineError> {
         let Some(tiers) = self.store.tiers() else { return Ok(()) };
         let num_slots = self.work.num_slots.at(0);
@@ -167,8 +169,20 @@ impl Engine {
             }
         }
         let ids = (self.work.experts.at(4 * first_pair), num_pairs);
-        let Some(args) = tiers.fetch(layer, ids, (list, num_slots), tables, beside) else { return Ok(()) };
-        Ok(self.fast.launch("tiers_fetch", tiers.grid(layer, self.limits()), &args)?)
+        let Some(args) = tiers.fetch(layer, ids, (list, num_slots), tables, beside.is_some()) else { return Ok(()) };
+        let behind = beside.flatten();
+        let args = behind.map_or(args, |b| {
+            let tables = (self.store.addresses(b.layer), self.store.table(b.layer));
+            tiers.ahead(args, b.layer, tables, b.guess, self.ahead, self.limits())
+        });
+        let launch = tiers.launch(layer, behind.map(|b| b.layer), self.limits());
+        let args = FetchArgs { stages: launch.stages as i32, ..args };
+        self.fast.launch("tiers_fetch", launch.grid, &args)?;
+        if args.next.e > 0 {
+            let (args, grid) = tiers.bring_ahead(&args, self.limits())?;
+            self.fast.launch_beside("tiers_ahead", grid, &args)?;
+        }
+        Ok(())
     }
 
     /// The buffer whose row length a step sets, and that length.

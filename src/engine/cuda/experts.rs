@@ -3,14 +3,21 @@
 use super::blocks::{Output, Source, norm_code, width};
 use super::exec::rule;
 use super::fast::*;
-use super::fuse::{Lead, SharedPart};
-use super::launch::{self, ExpertsLaunch, Limits};
+use super::fuse::{Block, Lead, SharedPart};
+use super::launch;
 use super::plain::{Kind, Matrix};
-use super::slots::Half;
+use super::slots::{Guess, GuessOf, Half, MOST_GUESSES, Tiers};
 use super::{EXPERTS_TOK, Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::Slot;
 use crate::model::spec::{RouterSpec, Select};
+
+/// The layer that experts are brought ahead for.
+#[derive(Clone, Copy)]
+pub(super) struct Behind {
+    pub layer: u32,
+    pub guess: Guess,
+}
 
 impl Engine {
     /// Most tokens that the expert kernels of a layer take at once; `None` if they do not take its formats.
@@ -54,7 +61,9 @@ impl Engine {
             }
         }
         for start in (0..view.num_tok).step_by(chunk) {
-            self.experts(lead, router_w, router, layer, f, scale, start, chunk.min(view.num_tok - start), view.decode)?;
+            let num_tok = chunk.min(view.num_tok - start);
+            let behind = if view.decode && num_tok == view.num_tok { self.behind(layer, num_tok) } else { None };
+            self.experts(lead, router_w, router, layer, f, scale, start, num_tok, view.decode, behind)?;
         }
         match shared {
             Some(s) if s.router.is_some() => {
@@ -82,6 +91,7 @@ impl Engine {
         start: usize,
         num_tok: usize,
         decode: bool,
+        behind: Option<Behind>,
     ) -> Result<(), EngineError> {
         let [gate, _, down] = self.store.expert(layer);
         let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
@@ -92,23 +102,21 @@ impl Engine {
         let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode));
         let waves = waves.transpose()?.flatten();
         let fetches = tiers.filter(|_| waves.is_none());
+        let behind = behind.filter(|_| fetches.is_some() && self.fast.overlaps());
         let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok, fetches.is_some())?;
         if decode {
             self.replay_routing(layer, start, num_tok, router, fetches.is_some())?;
         }
+        if let Some(behind) = &behind {
+            self.guess(behind, x, num_tok)?;
+        }
         let chooses = (direct.logits != 0).then_some(router.experts);
-        // Products that run while experts arrive find room beside the kernel that brings them.
-        let room = fetches.filter(|_| self.fast.overlaps()).map(|t| limits.beside(t.grid(layer, limits)));
-        let fit = |of: &dyn Fn(Limits) -> Option<ExpertsLaunch>| {
-            let whole = of(limits)?;
-            Some(room.and_then(of).filter(|l| l.variant == "s4" && whole.variant == "s4").unwrap_or(whole))
-        };
-        let first = fit(&|limits| launch::gate_up(g, width, f, slots, num_tok, chooses, limits));
-        let second = fit(&|limits| launch::down_pairs(d, width, f, slots, num_tok, chooses, limits));
-        let whole = |limits| launch::down(d, width, f, top_k, num_tok, chooses, limits);
-        let whole = whole(limits).map(|all| room.and_then(whole).unwrap_or(all));
+        let first = launch::gate_up(g, width, f, slots, num_tok, chooses, limits);
+        let second = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits);
+        let whole = launch::down(d, width, f, top_k, num_tok, chooses, limits);
         let (Some(first), Some(second)) = (first, second) else { return Ok(()) };
-        let beside = room.is_some() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");
+        let beside =
+            fetches.is_some() && self.fast.overlaps() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");
         let arrivals = |half| fetches.filter(|_| beside).map_or(Arrivals::ZERO, |t| t.arrivals(layer, half));
 
         let gates = self.work.gates.at(start * top_k * 4);
@@ -140,7 +148,7 @@ impl Engine {
         };
 
         if waves.is_none() {
-            self.fetch(layer, start * top_k, num_tok * top_k, routed, beside)?;
+            self.fetch(layer, start * top_k, num_tok * top_k, routed, beside.then_some(behind))?;
         }
         if let Some(whole) = whole {
             gate_up(list, num_slots)?;
@@ -219,7 +227,6 @@ impl Engine {
         pending: bool,
     ) -> Result<DirectRoute, EngineError> {
         let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
-        let rule = rule(router);
         let planes = &self.work.expert_planes;
         let args = RouterArgs {
             logits: self.work.router_logits.at(start * experts * 4),
@@ -230,36 +237,15 @@ impl Engine {
             pairs: self.work.pairs.at(0),
             x_q: planes.codes.at(0),
             x_scale: planes.scales.at(0),
-            x,
-            gain: self.store.matrix(lead.w).data,
-            shift: self.store.optional(lead.b).data,
-            w: w.data,
             table: self.store.addresses(layer),
             counters: self.work.counters.at(self.work.router_counters_at),
-            t: num_tok as i32,
-            d: width as i32,
-            tokens: 0,
-            w_is_f32: (w.kind == Kind::F32) as i32,
-            ahead: 0,
-            norm: norm_code(lead),
-            eps: lead.norm.eps,
             bits: bits as i32,
             pending: pending as i32,
-            rule: RouteRule {
-                e: rule.experts,
-                k: rule.top_k,
-                select: rule.select,
-                softmax_of_chosen: rule.softmax_of_chosen,
-                renorm: rule.renorm,
-                num_groups: rule.groups,
-                keep_groups: rule.keep,
-                jitter: rule.jitter,
-                scale: rule.scale,
-            },
+            ..self.router_args(lead, w, router, x, num_tok)
         };
         let (many, wide) = (launch::routes_rows(num_tok) && w.kind == Kind::Bf16, launch::wide_experts(num_tok, limits));
         if many {
-            let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: rule.experts, add: 0, scale: 1.0 };
+            let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: experts as i32, add: 0, scale: 1.0 };
             self.products(Source::Normed(lead, x), &[logits], num_tok)?;
         } else {
             let half = w.kind == Kind::Bf16;
@@ -282,6 +268,75 @@ impl Engine {
         Ok(DirectRoute::ZERO)
     }
 
+    /// The next layer with a router, and where to learn what it will probably choose; `None` if nothing is to be brought ahead for it.
+    fn behind(&self, layer: u32, num_tok: usize) -> Option<Behind> {
+        if self.ahead == 0 || self.tiers().is_some_and(Tiers::reads) {
+            return None;
+        }
+        let moe = |b: &Block| match b {
+            Block::Moe { layer: l, router, .. } if *l > layer => Some((*l, router.top_k)),
+            _ => None,
+        };
+        let (next, top_k) = self.groups.iter().filter_map(|g| g.block.as_ref()).find_map(moe)?;
+        let fits = self.tiers().is_some_and(|t| t.lacks(next)) && num_tok * top_k <= MOST_GUESSES;
+        let of = match self.scripts.get(&next) {
+            None => GuessOf::Logits,
+            Some(s) => {
+                let script = s.guesses.as_ref().filter(|_| num_tok <= s.rows)?.at(0);
+                GuessOf::Script { script, step: s.step.at(0), steps: s.steps, rows: s.rows }
+            }
+        };
+        fits.then_some(Behind { layer: next, guess: Guess { num_tok, top_k, of } })
+    }
+
+    /// Logits of the router of the layer behind on this layer's input.
+    fn guess(&self, behind: &Behind, x: u64, num_tok: usize) -> Result<(), EngineError> {
+        let of = |b: &Block| match b {
+            Block::Moe { layer, lead, router_w, router, .. } if *layer == behind.layer => Some((*lead, *router_w, *router)),
+            _ => None,
+        };
+        let found = self.groups.iter().filter_map(|g| g.block.as_ref()).find_map(of);
+        let (GuessOf::Logits, Some(tiers), Some((lead, w, router))) = (behind.guess.of, self.store.tiers(), found) else {
+            return Ok(());
+        };
+        let w = self.store.matrix(w);
+        let half = w.kind == Kind::Bf16;
+        let Some(launch) = launch::router_logits(router.experts, self.spec.width, num_tok, half, self.limits()) else {
+            return Ok(());
+        };
+        let args =
+            RouterArgs { logits: tiers.guesses(), ahead: launch.ahead as i32, ..self.router_args(&lead, w, &router, x, num_tok) };
+        Ok(self.fast.launch(launch.name, launch.grid, &args)?)
+    }
+
+    /// What the router's kernels take for its logits alone.
+    fn router_args(&self, lead: &Lead, w: Matrix, router: &RouterSpec, x: u64, num_tok: usize) -> RouterArgs {
+        let rule = rule(router);
+        RouterArgs {
+            x,
+            gain: self.store.matrix(lead.w).data,
+            shift: self.store.optional(lead.b).data,
+            w: w.data,
+            t: num_tok as i32,
+            d: self.spec.width as i32,
+            w_is_f32: (w.kind == Kind::F32) as i32,
+            norm: norm_code(lead),
+            eps: lead.norm.eps,
+            rule: RouteRule {
+                e: rule.experts,
+                k: rule.top_k,
+                select: rule.select,
+                softmax_of_chosen: rule.softmax_of_chosen,
+                renorm: rule.renorm,
+                num_groups: rule.groups,
+                keep_groups: rule.keep,
+                jitter: rule.jitter,
+                scale: rule.scale,
+            },
+            ..RouterArgs::ZERO
+        }
+    }
+
     /// Puts choices made beforehand in the place of the router's, if there are any.
     fn replay_routing(
         &self,
@@ -291,12 +346,12 @@ impl Engine {
         router: &RouterSpec,
         pending: bool,
     ) -> Result<(), EngineError> {
-        let Some((script, step, steps, rows)) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.3) else {
+        let Some(script) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.rows) else {
             return Ok(());
         };
         let args = ReplayArgs {
-            script: script.at(0),
-            step: step.at(0),
+            script: script.choices.at(0),
+            step: script.step.at(0),
             ids: self.work.experts.at(0),
             list: self.work.expert_slots.at(0),
             num_slots: self.work.num_slots.at(0),
@@ -305,8 +360,8 @@ impl Engine {
             t: num_tok as i32,
             e: router.experts as i32,
             k: router.top_k as i32,
-            steps: *steps as i32,
-            rows: *rows as i32,
+            steps: script.steps as i32,
+            rows: script.rows as i32,
             pending: pending as i32,
         };
         Ok(self.fast.launch("tiers_replay", launch::tokens(1), &args)?)

@@ -237,29 +237,56 @@ structs! {
         list: u64,
         ready: u64,
         num_slots: u64,
+        now: u64,
+        counter: u64,
+        launches: u64,
+        arrived: u64,
+        waited: u64,
+        sets: u64,
+        stats: u64,
+        here: TierSlots,
+        next: TierSlots,
+        logits: u64,
+        script: u64,
+        step: u64,
+        t: i32,
+        k: i32,
+        steps: i32,
+        rows: i32,
+        most_ahead: i32,
+        set: i32,
+        before: i32,
+        ahead_blocks: i32,
+        num_pairs: i32,
+        shift: i32,
+        rise: i32,
+        stages: i32,
+        ns_per_byte: f32,
+    }
+    /// What is brought for the layer behind.
+    BringArgs in "tiers.cu" {
+        at: TierSlots,
+        set: u64,
+        arrived: u64,
+        stats: u64,
+        stages: i32,
+        ns_per_byte: f32,
+    }
+    /// Slots of a layer.
+    TierSlots in "tiers.cu" {
         owner: u64,
         score: u64,
         visited: u64,
-        now: u64,
         host: u64,
         table: u64,
         matrices: u64,
-        counter: u64,
-        turn: u64,
-        arrived: u64,
-        waited: u64,
-        stats: u64,
         slots: u64,
-        num_pairs: i32,
         e: i32,
         s: i32,
         permanent: i32,
         run_bytes: i32,
         late: i32,
         late_end: i32,
-        shift: i32,
-        rise: i32,
-        ns_per_byte: f32,
     }
     /// Copies in host memory that came or went.
     PlaceArgs in "tiers.cu" {
@@ -463,13 +490,23 @@ impl Fast {
 
     /// Launches a kernel whose one parameter is `args`.
     pub fn launch<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
-        let Some(function) = self.functions.get(name) else {
-            return Err(CudaError::Unsupported(format!("there is no kernel `{name}`")));
-        };
+        let function = self.function(name)?;
         let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
         // SAFETY: fast kernels take one struct, whose layout a test compares with the source; addresses come from buffers that
         // the engine sized for the block and keeps until the stream is done.
         unsafe { function.launch(grid, self.overlap, &mut params) }
+    }
+
+    /// The same beside the kernels, behind everything already in the stream for transfers.
+    pub fn launch_beside<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
+        let function = self.function(name)?;
+        let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
+        // SAFETY: as above; who reads what it writes waits for its counts, and the stream of the kernels joins that of the transfers.
+        unsafe { function.launch_in(function.copy_stream(), grid, Overlap::No, &mut params) }
+    }
+
+    fn function(&self, name: &str) -> Result<&Function, CudaError> {
+        self.functions.get(name).ok_or_else(|| CudaError::Unsupported(format!("there is no kernel `{name}`")))
     }
 }
 
@@ -499,7 +536,7 @@ fn names(program: &Source) -> Vec<String> {
             let planes = [4, 8, 16].into_iter().flat_map(|bits| ["w", "k"].map(|order| format!("planes_{order}{bits}")));
             planes.chain(["moe_combine", "add_gated", "argmax_rows"].map(String::from)).collect()
         }
-        "tiers.cu" => ["tiers_fetch", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "tiers.cu" => ["tiers_fetch", "tiers_ahead", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
@@ -525,7 +562,7 @@ mod tests {
                     (_, "int") => "i32",
                     (_, "float") => "f32",
                     (_, "LinearMatrix") => "[LinearMatrix; 3]",
-                    (_, "RouteRule" | "DirectRoute" | "Arrivals") => ty,
+                    (_, "RouteRule" | "DirectRoute" | "Arrivals" | "TierSlots") => ty,
                     (_, "LatentMatrix") => "Matrix",
                     other => panic!("`{name}` has a field of type {other:?}"),
                 };

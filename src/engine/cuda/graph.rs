@@ -298,17 +298,15 @@ impl Engine {
             let graph = self.captured(|engine| engine.decode_step(num_tok, choice))?;
             self.decode.graphs.insert(key, graph);
         }
-        self.host = Default::default();
-        (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
-        self.work.row = self.plan.widths;
-        self.work.row[Slot::Logits as usize] = self.spec.vocab;
         if stops {
-            return self.decode_step(num_tok, choice);
-        }
-        if let Some(graph) = self.decode.graphs.get(&key) {
+            self.decode_step(num_tok, choice)?;
+        } else if let Some(graph) = self.decode.graphs.get(&key) {
             self.store.tiers().iter().for_each(|t| t.forget());
             graph.launch()?;
         }
+        self.host = Default::default();
+        (self.batch.num_tok, self.batch.num_rows) = (num_tok, num_tok);
+        self.forget_rows();
         Ok(())
     }
 
@@ -319,7 +317,15 @@ impl Engine {
             return Err(CudaError::Unsupported(reason).into());
         }
         let view = self.decode_view(num_tok);
-        self.captured(|engine| groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop)))
+        self.captured(|engine| {
+            groups.iter().try_for_each(|&i| engine.group(i, &view).map(drop))?;
+            Ok(engine.join()?)
+        })
+    }
+
+    /// Puts what is brought beside the kernels before whatever follows.
+    pub(super) fn join(&self) -> Result<(), CudaError> {
+        self.store.tiers().map_or(Ok(()), Tiers::join)
     }
 
     fn captured(&mut self, launches: impl FnOnce(&mut Self) -> Result<(), EngineError>) -> Result<Graph, EngineError> {
@@ -346,13 +352,14 @@ impl Engine {
     /// The launches of one step: the plan, then the choice, which also moves the positions on.
     fn decode_step(&mut self, num_tok: usize, choice: Choice) -> Result<(), EngineError> {
         let view = self.decode_view(num_tok);
-        self.work.row = self.plan.widths;
+        self.forget_rows();
         if !self.decodes_fully(&view) {
             self.rotate(&view)?;
         }
         for i in 0..self.groups.len() {
             self.group(i, &view)?;
         }
+        self.join()?;
         if choice == Choice::Drawn {
             return self.draw(num_tok);
         }

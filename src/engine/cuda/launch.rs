@@ -71,18 +71,19 @@ pub struct Limits {
     pub sm_shared_bytes: usize,
     /// Whether warpgroups multiply from shared memory.
     pub warpgroups: bool,
+    /// Whether there is an engine that copies between global and shared memory in bulk.
+    pub bulk_copies: bool,
 }
 
 impl Limits {
-    /// What is left to blocks that share multiprocessors with blocks of another kernel.
-    pub fn beside(self, other: Grid) -> Self {
-        let left = self.sm_shared_bytes.saturating_sub(other.shared_bytes as usize + BLOCK_SHARED);
-        Self { block_shared_bytes: self.block_shared_bytes.min(left.saturating_sub(BLOCK_SHARED)), sm_shared_bytes: left, ..self }
+    /// What is left where multiprocessors are kept for [`fetch`], and for [`bring`].
+    pub fn beside_fetches(self, ahead: bool) -> Self {
+        let blocks = ring(self).1;
+        let kept = if self.bulk_copies { 1 + blocks + if ahead { blocks } else { 0 } } else { 0 };
+        Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
     }
 }
 
-/// What the driver takes of a multiprocessor's shared memory for each block.
-const BLOCK_SHARED: usize = 1024;
 /// Tokens up to which a product makes the planes of its own input.
 pub const STAGED_TOK: usize = 4;
 /// Tokens up to which decode kernels and graphs are used.
@@ -512,6 +513,8 @@ pub fn down(
     limits: Limits,
 ) -> Option<DownLaunch> {
     const WARPS: usize = 8;
+    // Long stages take so many groups a warp that a warp's latency shows: they get twice as many warps.
+    const LONG_WARPS: usize = 16;
     const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
     if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
@@ -520,8 +523,9 @@ pub fn down(
     let (groups, row_bytes, pairs) = (f.div_ceil(GROUP_K), f * width.bits / 8, num_tok * top_k);
     let chunk = groups.div_ceil(row_bytes.div_ceil(MOST_SLICE));
     let chunks = groups.div_ceil(chunk);
-    let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(WARPS);
-    let teams = WARPS / split;
+    let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(LONG_WARPS);
+    let warps = split.max(WARPS);
+    let teams = warps / split;
     let stage = (16 * (16 * chunk * width.bits).min(row_bytes) + 64 + 32 * width.scales(f)).next_multiple_of(16);
     let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
@@ -529,25 +533,53 @@ pub fn down(
     let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
     let fits = |stages: &usize| stages * stage + rest + STREAM_STATIC <= limits.block_shared_bytes;
     let stages = (1..=useful / teams).rev().map(|n| n * teams).find(fits)?;
-    let threads = 32 * (WARPS + 1) as u32;
+    let threads = 32 * (warps + 1) as u32;
     let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], threads).shared(stages * stage + rest);
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
-/// Blocks that copy experts, a few megabytes in flight together.
+/// Blocks that copy experts by registers, two megabytes in flight together.
 const COPY_BLOCKS: usize = 64;
-/// Bytes that one of them copies at a time; `AHEAD` in `tiers.cu`.
+/// Bytes that one of them copies at a time; `PIECE` in `tiers.cu`.
 const COPY_PIECE: usize = 256 * 16 * 8;
+/// Bytes in flight from which a link is busy, through rings of so many pieces at most.
+const COPY_AHEAD: usize = 576 << 10;
+const COPY_STAGES: usize = 6;
+/// Shared memory that the ring leaves to what the kernel knows of two layers.
+const COPY_KNOWN: usize = 32 << 10;
 
-/// Missing experts over the link: a block that decides, and those that copy.
-pub fn fetch(experts: usize, slots: usize, limits: Limits) -> Grid {
-    let shared = 8 * experts + 16 * slots + 8 * experts.div_ceil(32);
-    Grid::new([1 + COPY_BLOCKS.min(limits.num_sm), 1, 1], 256).shared(shared)
+/// How experts are brought over the link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FetchLaunch {
+    /// A block that decides, and those that copy.
+    pub grid: Grid,
+    /// Pieces that pass through shared memory at a time.
+    pub stages: usize,
 }
 
-/// Pieces in which so many bytes of an expert are copied, and one for the block that decides.
+/// Pieces of a ring, and blocks with one each.
+fn ring(limits: Limits) -> (usize, usize) {
+    let stages = (limits.block_shared_bytes.saturating_sub(COPY_KNOWN) / COPY_PIECE).clamp(1, COPY_STAGES);
+    (stages, COPY_AHEAD.div_ceil(stages * COPY_PIECE))
+}
+
+/// Missing experts over the link, of layers with so many experts and slots: the one they are for and the one behind.
+pub fn fetch(layers: &[(usize, usize)], limits: Limits) -> FetchLaunch {
+    let known = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
+    let (stages, blocks) = if limits.bulk_copies { ring(limits) } else { (0, COPY_BLOCKS.min(limits.num_sm)) };
+    let grid = Grid::new([1 + blocks, 1, 1], 256).shared(stages * COPY_PIECE + known.unwrap_or(0));
+    FetchLaunch { grid, stages }
+}
+
+/// Experts for the layer behind, over the same link.
+pub fn bring(limits: Limits) -> FetchLaunch {
+    let (stages, blocks) = ring(limits);
+    FetchLaunch { grid: Grid::new([blocks, 1, 1], 128).shared(stages * COPY_PIECE), stages }
+}
+
+/// Pieces in which so many bytes of an expert are copied.
 pub fn fetch_pieces(bytes: usize) -> usize {
-    1 + bytes.div_ceil(COPY_PIECE)
+    bytes.div_ceil(COPY_PIECE)
 }
 
 /// The sum over ranks.
@@ -658,8 +690,24 @@ mod tests {
         }
     }
 
-    const H200: Limits = Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true };
-    const RTX_3090: Limits = Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false };
+    const H200: Limits =
+        Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true, bulk_copies: true };
+    const RTX_3090: Limits =
+        Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false, bulk_copies: false };
+
+    /// Rings keep a link busy on cards with much and with little shared memory, beside the largest layers, and leave most multiprocessors
+    /// to others. Counted by hand.
+    #[test]
+    fn experts_are_brought_through_rings_that_fit() {
+        let small = Limits { bulk_copies: true, ..RTX_3090 };
+        for (limits, stages, blocks) in [(H200, 6, 4), (small, 2, 10), (RTX_3090, 0, 65)] {
+            let found = fetch(&[(128, 64), (1024, 1024)], limits);
+            assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
+            assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
+        }
+        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 7);
+        assert_eq!(RTX_3090.beside_fetches(true).num_sm, 82);
+    }
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]
@@ -697,7 +745,7 @@ mod tests {
                         }
                     }
                     if let Some(l) = down(width, d, f, top_k, 1, None, limits) {
-                        assert!(l.stages % (8 / l.split) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
+                        assert!(l.stages % (8_usize.div_ceil(l.split)) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                     }
                 }
             }

@@ -86,11 +86,8 @@ pub struct Options {
     /// Most bytes of its memory to use, the driver's own included; `None`: all that is free.
     pub budget_bytes: Option<u64>,
     /// Most bytes of page-locked host memory for experts; where that is too little for a copy of all, some slots never change hands
-    /// and need none.
+    /// and need none; where that is too little still, the rest is on the disk alone.
     pub host_bytes: u64,
-    /// Whether experts may lie on the disk alone, where that is too little still. No command asks for it: on the one card tried, the
-    /// same model gave other tokens so than with copies in host memory, and the cause is not known.
-    pub from_disk: bool,
     /// Which part of the host's memory they lie in.
     pub numa: Numa,
     /// Page-locked bytes beyond which a system is imitated that refuses more.
@@ -103,6 +100,8 @@ pub struct Options {
     pub policy: Option<Policy>,
     /// Bytes a second of a slower link to imitate while decoding.
     pub link_limit: Option<f64>,
+    /// Most experts that a layer brings for the one behind it, as that one's router chooses on this one's input.
+    pub ahead: usize,
     /// Tokens that the caches of all sequences together shall hold, if need be in place of experts.
     pub cache_tok: usize,
     /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
@@ -129,13 +128,13 @@ impl Default for Options {
             index: 0,
             budget_bytes: None,
             host_bytes: u64::MAX,
-            from_disk: false,
             numa: Numa::Off,
             locked_limit: None,
             visits: Vec::new(),
             expert_slots: None,
             policy: None,
             link_limit: None,
+            ahead: 0,
             cache_tok: CACHE_TOK,
             cache: Kind::Bf16,
             kernels: Kernels::Fast,
@@ -169,12 +168,25 @@ pub struct Engine {
     work: Workspace,
     batch: BatchBuffers,
     decode: Decode,
-    /// Choices that decode steps make instead of the routers', by layer: the script, its place, its steps and rows.
-    scripts: HashMap<u32, (Buffer, Buffer, usize, usize)>,
+    /// Choices that decode steps make instead of the routers', by layer.
+    scripts: HashMap<u32, Scripted>,
+    /// Most experts that a layer brings for the one behind it.
+    ahead: usize,
     /// The batch whose keys are not yet counted.
     pending: Option<Vec<(SeqId, usize)>>,
     /// Buffers copied to the host since the last step.
     host: [OnceCell<Vec<f32>>; Slot::COUNT],
+}
+
+/// Choices made beforehand, `[steps][rows][K]`.
+struct Scripted {
+    choices: Buffer,
+    /// What the layer before takes them for.
+    guesses: Option<Buffer>,
+    /// Steps so far.
+    step: Buffer,
+    steps: usize,
+    rows: usize,
 }
 
 /// Pool of one layer: `[pages][heads][PAGE_TOKENS][width]` keys, then values.
@@ -340,6 +352,7 @@ impl Engine {
             batch,
             decode,
             scripts: HashMap::new(),
+            ahead: options.ahead,
             pending: None,
             host: Default::default(),
         })
@@ -379,6 +392,7 @@ impl Engine {
             batch: BatchBuffers::new(device)?,
             decode: Decode::new(device, num_pages, spec.rope.dim / 2)?,
             scripts: HashMap::new(),
+            ahead: 0,
             pending: None,
             host: Default::default(),
             spec,
@@ -432,8 +446,14 @@ impl Engine {
     }
 
     /// Makes decode steps of up to `rows` sequences choose experts in this way for `steps` steps, then again from the start;
-    /// `None`: the routers choose.
-    pub fn set_routing(&mut self, routing: Option<&Routing>, rows: usize, steps: usize) -> Result<(), CudaError> {
+    /// `None`: the routers choose. Of these choices the layer before guesses a share of `recall` right, `None`: it does not guess.
+    pub fn set_routing(
+        &mut self,
+        routing: Option<&Routing>,
+        rows: usize,
+        steps: usize,
+        recall: Option<f64>,
+    ) -> Result<(), CudaError> {
         self.device.synchronize()?;
         self.decode.forget_graphs();
         self.scripts.clear();
@@ -444,8 +464,15 @@ impl Engine {
         });
         let moe: Vec<_> = moe.collect();
         for (index, (layer, router)) in moe.iter().enumerate() {
-            let script = routing::script(routing, (index, moe.len()), router.experts, router.top_k, rows, steps);
-            let script = (Buffer::from_slice(&self.device, &script)?, Buffer::from_slice(&self.device, &[0u32])?, steps, rows);
+            let choices = routing::script(routing, (index, moe.len()), router.experts, router.top_k, rows, steps);
+            let guesses = recall.map(|r| routing::guesses(&choices, router.top_k, router.experts, r, index as u64));
+            let script = Scripted {
+                choices: Buffer::from_slice(&self.device, &choices)?,
+                guesses: guesses.map(|g| Buffer::from_slice(&self.device, &g)).transpose()?,
+                step: Buffer::from_slice(&self.device, &[0u32])?,
+                steps,
+                rows,
+            };
             self.scripts.insert(*layer, script);
         }
         Ok(())
@@ -504,17 +531,21 @@ impl Engine {
     /// Sizes the buffers for a batch, checks it against vocabulary and caches, and tells the device about it.
     pub fn begin(&mut self, batch: &Batch) -> Result<(), EngineError> {
         self.admit(batch)?;
-        let vocab = self.spec.vocab;
         let (num_tok, rows) = (batch.tokens.len(), batch.logit_rows());
         if num_tok > self.work.capacity_tok || rows.len() > self.work.capacity_rows {
             self.grow(num_tok.max(self.work.capacity_tok), rows.len().max(self.work.capacity_rows))?;
         }
         self.tiled.as_mut().map(|t| t.reserve(num_tok)).transpose()?;
-        self.work.row = self.plan.widths;
-        self.work.row[Slot::Logits as usize] = vocab;
+        self.forget_rows();
         self.host = Default::default();
         self.pending = Some(batch.segments.iter().map(|s| (s.seq, s.start + s.len)).collect());
         self.describe(batch, &rows)
+    }
+
+    /// Buffers have the row lengths of the plan, whatever steps have written since.
+    fn forget_rows(&mut self) {
+        self.work.row = self.plan.widths;
+        self.work.row[Slot::Logits as usize] = self.spec.vocab;
     }
 
     /// Makes the workspace larger, within the budget. Where there is no room it keeps its size and the engine goes on.
@@ -642,7 +673,9 @@ impl Engine {
     pub fn run_group(&mut self, index: usize) -> Result<bool, EngineError> {
         self.host = Default::default();
         let view = if self.batch.decode { self.decode_view(self.batch.num_tok) } else { self.view() };
-        Ok(self.group(index, &view)? == Ran::Yes)
+        let ran = self.group(index, &view)?;
+        self.join()?;
+        Ok(ran == Ran::Yes)
     }
 
     pub(super) fn is_fast(&self) -> bool {

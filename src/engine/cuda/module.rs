@@ -364,6 +364,26 @@ impl Function {
     /// `params` must point to one value for each parameter of the kernel, of its size, and every address among them must be
     /// good for what the kernel does with it.
     pub unsafe fn launch(&self, grid: Grid, overlap: Overlap, params: &mut [*mut c_void]) -> Result<(), CudaError> {
+        // SAFETY: as the caller's.
+        unsafe { self.launch_in(self.module.device.stream(), grid, overlap, params) }
+    }
+
+    /// The device's stream for transfers.
+    pub fn copy_stream(&self) -> sys::CUstream {
+        self.module.device.copy_stream()
+    }
+
+    /// Puts the kernel behind everything already in a stream of the device.
+    ///
+    /// # Safety
+    /// As for [`Function::launch`].
+    pub unsafe fn launch_in(
+        &self,
+        stream: sys::CUstream,
+        grid: Grid,
+        overlap: Overlap,
+        params: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
@@ -383,7 +403,7 @@ impl Function {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
-            hStream: self.module.device.stream(),
+            hStream: stream,
             attrs: &mut attribute,
             numAttrs: (overlap == Overlap::Yes) as u32,
         };

@@ -49,6 +49,20 @@ pub(super) fn script(
     out
 }
 
+/// Guesses at choices `[..][K]`, each right with probability `recall`, else one of the experts not chosen.
+pub(super) fn guesses(choices: &[u32], top_k: usize, experts: usize, recall: f64, seed: u64) -> Script {
+    let mut random = SplitMix64(!seed);
+    let mut out = Vec::with_capacity(choices.len());
+    for chosen in choices.chunks(top_k.max(1)) {
+        let others: Vec<u32> = (0..experts as u32).filter(|e| !chosen.contains(e)).collect();
+        out.extend(chosen.iter().map(|&e| match random.unit() < recall || others.is_empty() {
+            true => e,
+            false => others[((random.unit() * others.len() as f64) as usize).min(others.len() - 1)],
+        }));
+    }
+    out
+}
+
 /// Different experts, each with probability `repeat` one of `last`.
 fn choose(random: &mut SplitMix64, experts: usize, top_k: usize, last: &[u32], repeat: f64) -> Vec<u32> {
     let mut chosen: Vec<u32> = Vec::with_capacity(top_k);

@@ -6,15 +6,15 @@
 
 use super::cold::{Ahead, Cold, Piece};
 use super::device::{CudaError, Device};
-use super::fast::{Arrivals, FetchArgs, PlaceArgs, SLOT_BYTES, WaveArgs};
-use super::launch::{self, Grid, Limits};
+use super::fast::{Arrivals, BringArgs, FetchArgs, PlaceArgs, SLOT_BYTES, TierSlots, WaveArgs};
+use super::launch::{self, FetchLaunch, Grid, Limits};
 use super::load::Residency;
-use super::memory::{ALIGN, Buffer};
+use super::memory::{ALIGN, Buffer, Event};
 use super::transfer::{HostRuns, Ring, Staged};
 use crate::files::{ReadError, Scratch};
 use crate::tiers::policy::{VISIT, first_scores};
 use crate::tiers::{Layer, Policy};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -28,13 +28,20 @@ const ALLOCATION_BYTES: usize = 2 << 20;
 /// Bytes of half a ring; a few milliseconds of a link.
 const HALF_RING_BYTES: usize = 128 << 20;
 /// Counters of the kernel.
-const NUM_STATS: usize = 7;
-/// Its cells: blocks that have read the state, whose turn it is, waits of the products, counters, pieces that are there.
-const TURN_AT: usize = 4;
+const NUM_STATS: usize = 9;
+/// Its cells: blocks that have read the state, launches so far, waits of the products, counters, what was brought ahead, pieces that
+/// are there.
+const LAUNCHES_AT: usize = 4;
 const WAITED_AT: usize = 8;
-const STATS_AT: usize = WAITED_AT + 4 * 4;
-const ARRIVED_AT: usize = STATS_AT + 8 * NUM_STATS;
-const CELL_BYTES: usize = ARRIVED_AT + 4 * 4 * MOST_EXPERTS;
+const STATS_AT: usize = WAITED_AT + 2 * 4;
+const AHEAD_AT: usize = STATS_AT + 8 * NUM_STATS;
+const ARRIVED_AT: usize = AHEAD_AT + 2 * AHEAD_BYTES;
+const CELL_BYTES: usize = ARRIVED_AT + 2 * 4 * 4 * MOST_EXPERTS;
+/// Bytes of an `AheadSet` in `tiers.cu`, and what it holds at most.
+const AHEAD_BYTES: usize = 32 + MOST_AHEAD * (4 + 8 + 8);
+pub(super) const MOST_AHEAD: usize = 32;
+/// Guesses that the kernel looks at, `MOST_GUESSES` there.
+pub(super) const MOST_GUESSES: usize = 256;
 /// Where an expert is said to lie that has no copy in host memory: nothing is ever there, and nothing may read it.
 const NOWHERE: u64 = ALIGN as u64;
 /// In the place of an expert: none.
@@ -58,6 +65,23 @@ pub struct ExpertRuns {
     pub run_bytes: usize,
     /// First byte and end of what the second half alone reads; nothing where experts differ.
     pub late: (usize, usize),
+}
+
+/// What a layer will probably choose for so many tokens.
+#[derive(Clone, Copy)]
+pub(super) struct Guess {
+    pub num_tok: usize,
+    pub top_k: usize,
+    pub of: GuessOf,
+}
+
+/// Where it is from.
+#[derive(Clone, Copy)]
+pub(super) enum GuessOf {
+    /// The highest of [`Tiers::guesses`].
+    Logits,
+    /// Choices `[steps][rows][K]` made beforehand, at the step that is counted there.
+    Script { script: u64, step: u64, steps: usize, rows: usize },
 }
 
 /// The halves of the experts: gate and up, then down.
@@ -84,6 +108,10 @@ pub struct Traffic {
     pub stall_ns: u64,
     /// Layers times steps.
     pub steps: u64,
+    /// Brought into a slot for the layer behind before it asked.
+    pub ahead: u64,
+    /// Of those, used by it.
+    pub used: u64,
     /// Experts read from the disk, those of prompts too.
     pub disk_experts: u64,
     /// Their bytes.
@@ -93,14 +121,34 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Share of the experts used that were in a slot.
+    /// Experts used that nothing but the link could bring.
+    pub fn missed(&self) -> u64 {
+        self.fetched + self.direct + self.used
+    }
+
+    /// Share of the experts used that were in a slot and not brought there for this very use.
     pub fn hit_rate(&self) -> f64 {
-        1.0 - (self.fetched + self.direct) as f64 / self.chosen.max(1) as f64
+        1.0 - self.missed() as f64 / self.chosen.max(1) as f64
+    }
+
+    /// Share of the missed experts that came before they were asked for.
+    pub fn recall(&self) -> f64 {
+        self.used as f64 / self.missed().max(1) as f64
+    }
+
+    /// Share of what came before it was asked for that nobody asked for.
+    pub fn waste(&self) -> f64 {
+        1.0 - self.used as f64 / self.ahead.max(1) as f64
     }
 
     /// Bytes a second while fetching.
     pub fn link_bytes_s(&self) -> f64 {
         1e9 * self.bytes as f64 / self.busy_ns.max(1) as f64
+    }
+
+    /// Bytes a second while waiting for the disk.
+    pub fn disk_bytes_s(&self) -> f64 {
+        1e9 * self.disk_bytes as f64 / self.disk_ns.max(1) as f64
     }
 }
 
@@ -116,6 +164,8 @@ impl std::ops::Add for Traffic {
             busy_ns: self.busy_ns + other.busy_ns,
             stall_ns: self.stall_ns + other.stall_ns,
             steps: self.steps + other.steps,
+            ahead: self.ahead + other.ahead,
+            used: self.used + other.used,
             disk_experts: self.disk_experts + other.disk_experts,
             disk_bytes: self.disk_bytes + other.disk_bytes,
             disk_ns: self.disk_ns + other.disk_ns,
@@ -213,6 +263,12 @@ pub struct Tiers {
     /// The list that the products take: those that are there first, or a wave's part, with its length.
     list: Buffer,
     num_wave: Buffer,
+    guesses: Buffer,
+    /// Between the kernels and what is brought beside them, and whether there is such.
+    fork: Event,
+    forked: Cell<bool>,
+    /// The layer that the last launch named experts for.
+    awaited: Cell<Option<u32>>,
     /// Copies that came or went.
     moves: Buffer,
     /// The owners as last asked for; `None` once a kernel may have moved any.
@@ -288,6 +344,13 @@ impl Tiers {
             ring: Ring::new(device, half_ring_bytes(layers.values()))?,
             list: Buffer::new(device, most * SLOT_BYTES)?,
             num_wave: Buffer::new(device, 4)?,
+            fork: Event::new(device)?,
+            forked: Cell::new(false),
+            awaited: Cell::new(None),
+            guesses: Buffer::new(
+                device,
+                4 * most * residency.needs.layers.iter().map(|l| MOST_GUESSES / l.top_k.max(1)).max().unwrap_or(0),
+            )?,
             moves: Buffer::new(device, 2 * 24 * most)?,
             known: RefCell::new(Some(owners)),
             ns_per_byte: residency.link_limit.map_or(0.0, |rate| (1e9 / rate) as f32),
@@ -368,9 +431,10 @@ impl Tiers {
         self.layers.get(&layer).is_some_and(|s| s.num_slots < s.runs.num)
     }
 
-    /// How the kernel is launched for a layer.
-    pub(super) fn grid(&self, layer: u32, limits: Limits) -> Grid {
-        self.layers.get(&layer).map_or(Grid::new([0, 0, 0], 0), |s| launch::fetch(s.runs.num, s.num_slots, limits))
+    /// How the kernel is launched for a layer, and for the one behind that it looks ahead to.
+    pub(super) fn launch(&self, layer: u32, next: Option<u32>, limits: Limits) -> FetchLaunch {
+        let sizes = [Some(layer), next].into_iter().flatten().filter_map(|l| self.layers.get(&l));
+        launch::fetch(&sizes.map(|s| (s.runs.num, s.num_slots)).collect::<Vec<_>>(), limits)
     }
 
     /// The list that the products take after it.
@@ -393,6 +457,25 @@ impl Tiers {
         }
     }
 
+    /// What the kernel knows of a layer, whose addresses and descriptors are these.
+    fn known_slots(&self, state: &LayerSlots, (table, matrices): (u64, u64)) -> TierSlots {
+        TierSlots {
+            owner: self.owners.at(4 * state.first_run),
+            score: state.score.at(0),
+            visited: state.visited.at(0),
+            host: state.host.at(0),
+            table,
+            matrices,
+            slots: state.slot(0),
+            e: state.runs.num as i32,
+            s: state.num_slots as i32,
+            permanent: state.permanent as i32,
+            run_bytes: state.runs.run_bytes as i32,
+            late: state.runs.late.0 as i32,
+            late_end: state.runs.late.1 as i32,
+        }
+    }
+
     /// What the kernel takes for a layer; `ids` are the `num_pairs` choices, the list is the router's or null, with its length, the tables
     /// are the layer's addresses and descriptors, `beside`: the products run beside it. `None` if all its experts are in slots.
     pub(super) fn fetch(
@@ -400,41 +483,100 @@ impl Tiers {
         layer: u32,
         (ids, num_pairs): (u64, usize),
         (list, num_slots): (u64, u64),
-        (table, matrices): (u64, u64),
+        tables: (u64, u64),
         beside: bool,
     ) -> Option<FetchArgs> {
         let state = self.layers.get(&layer).filter(|_| self.lacks(layer))?;
         self.forget();
+        let before = self.awaited.take() == Some(layer);
         let (shift, rise) = decay_and_rise(state.policy);
         Some(FetchArgs {
             ids,
             list,
             ready: self.list.at(0),
             num_slots,
-            owner: self.owners.at(4 * state.first_run),
-            score: state.score.at(0),
-            visited: state.visited.at(0),
             now: state.now.at(0),
-            host: state.host.at(0),
-            table,
-            matrices,
             counter: self.cells.at(0),
-            turn: self.cells.at(TURN_AT),
+            launches: self.cells.at(LAUNCHES_AT),
             arrived: self.cells.at(ARRIVED_AT),
             waited: if beside { self.cells.at(WAITED_AT) } else { 0 },
+            sets: self.cells.at(AHEAD_AT),
+            set: self.set(layer) as i32,
+            before: before as i32,
             stats: self.cells.at(STATS_AT),
-            slots: state.slot(0),
+            here: self.known_slots(state, tables),
             num_pairs: num_pairs as i32,
-            e: state.runs.num as i32,
-            s: state.num_slots as i32,
-            permanent: state.permanent as i32,
-            run_bytes: state.runs.run_bytes as i32,
-            late: state.runs.late.0 as i32,
-            late_end: state.runs.late.1 as i32,
             shift: shift as i32,
             rise: rise as i32,
             ns_per_byte: self.ns_per_byte,
+            ..FetchArgs::ZERO
         })
+    }
+
+    /// Which of two sets holds what a layer names for the one behind it.
+    fn set(&self, layer: u32) -> usize {
+        self.layers.range(..layer).count() % 2
+    }
+
+    /// What the kernel takes that brings experts for the layer behind, as [`Tiers::ahead`] had them named, how it is launched, and the
+    /// event that it waits for.
+    pub(super) fn bring_ahead(&self, args: &FetchArgs, limits: Limits) -> Result<(BringArgs, Grid), CudaError> {
+        self.fork.record(self.device.stream())?;
+        self.fork.gate(self.device.copy_stream())?;
+        self.forked.set(true);
+        let (launch, set) = (launch::bring(limits), args.set as usize);
+        let bring = BringArgs {
+            at: args.next,
+            set: self.cells.at(AHEAD_AT + set * AHEAD_BYTES),
+            arrived: self.cells.at(ARRIVED_AT + (2 + set) * 2 * 4 * MOST_EXPERTS),
+            stats: args.stats,
+            stages: launch.stages as i32,
+            ns_per_byte: args.ns_per_byte,
+        };
+        Ok((bring, launch.grid))
+    }
+
+    /// Whatever is put behind the kernels from now on waits for what is brought beside them too.
+    pub(super) fn join(&self) -> Result<(), CudaError> {
+        self.awaited.set(None);
+        if self.forked.replace(false) {
+            self.fork.record(self.device.copy_stream())?;
+            self.fork.gate(self.device.stream())?;
+        }
+        Ok(())
+    }
+
+    /// The same, with experts named for the layer behind, whose addresses and descriptors are these.
+    pub(super) fn ahead(
+        &self,
+        args: FetchArgs,
+        next: u32,
+        tables: (u64, u64),
+        guess: Guess,
+        most: usize,
+        limits: Limits,
+    ) -> FetchArgs {
+        let Some(state) = self.layers.get(&next).filter(|_| self.lacks(next)) else { return args };
+        self.awaited.set(Some(next));
+        let args = FetchArgs {
+            ahead_blocks: launch::bring(limits).grid.blocks[0] as i32,
+            next: self.known_slots(state, tables),
+            t: guess.num_tok as i32,
+            k: guess.top_k as i32,
+            most_ahead: most.min(MOST_AHEAD) as i32,
+            ..args
+        };
+        match guess.of {
+            GuessOf::Logits => FetchArgs { logits: self.guesses(), ..args },
+            GuessOf::Script { script, step, steps, rows } => {
+                FetchArgs { script, step, steps: steps as i32, rows: rows as i32, ..args }
+            }
+        }
+    }
+
+    /// Where the logits of a layer's router are before it is the layer's turn, `[T, E]`.
+    pub(super) fn guesses(&self) -> u64 {
+        self.guesses.at(0)
     }
 
     /// Choices of a layer that may be brought into host memory at a time.
@@ -664,10 +806,10 @@ impl Tiers {
         let mut n = [0u64; NUM_STATS];
         self.device.download(&mut n, &self.cells, STATS_AT)?;
         self.device.upload(&self.cells, STATS_AT, &[0u64; NUM_STATS])?;
-        let [chosen, fetched, direct, bytes, busy_ns, stall_ns, steps] = n;
+        let [chosen, fetched, direct, bytes, busy_ns, stall_ns, steps, ahead, used] = n;
         let disk = std::mem::take(&mut self.host.borrow_mut().disk);
         let (disk_experts, disk_bytes, disk_ns) = (disk.experts, disk.bytes, disk.ns);
-        Ok(Traffic { chosen, fetched, direct, bytes, busy_ns, stall_ns, steps, disk_experts, disk_bytes, disk_ns })
+        Ok(Traffic { chosen, fetched, direct, bytes, busy_ns, stall_ns, steps, ahead, used, disk_experts, disk_bytes, disk_ns })
     }
 }
 

@@ -142,7 +142,7 @@ impl Engine {
             Step::Experts { dst, src, layer, width } => {
                 let Ffn::Moe(moe) = &self.spec.layers[layer.0 as usize].ffn else { return Ok(false) };
                 let (router, pairs) = (moe.router, view.num_tok * moe.router.top_k);
-                self.fetch(layer.0, 0, pairs, 0, false)?;
+                self.fetch(layer.0, 0, pairs, 0, None)?;
                 self.list_pairs(*layer, view.num_tok, 0)?;
                 self.expert_inner(*src, *layer, *width, &tiled.pairs(view.num_tok, router.top_k))?;
                 let (inner, outputs, d) = (self.work.inner.at(0), tiled.outputs.at(0), self.spec.width as i32);

@@ -242,8 +242,8 @@ impl Solver {
         over: &Over,
     ) -> Result<(), CudaError> {
         self.timed(Work::Passes, |s| {
-            let each = std::iter::once(&s.own).chain(s.source.as_ref().map(|b| &b.stream));
-            each.map(|stream| stream.engine.expert_inner(work.src, work.layer, work.width, pairs)).collect::<Result<(), _>>()
+            let mut each = std::iter::once(&s.own).chain(s.source.as_ref().map(|b| &b.stream));
+            each.try_for_each(|stream| stream.engine.expert_inner(work.src, work.layer, work.width, pairs))
         })?;
         self.timed(Work::Moments, |s| {
             let width = work.width as i32;
@@ -355,7 +355,7 @@ impl Place for Solver {
     }
 
     fn lift(&mut self, moments: Moments) -> Result<Sums, SolverError> {
-        let sums = self.empty(&[Inputs { cols: moments.cols(), pays: 0 }], moments.is_full())?.remove(0);
+        let sums = self.empty(&[Inputs { cols: moments.cols(), pays: 0, head: None }], moments.is_full())?.remove(0);
         self.device.upload(&sums.memory, sums.at_bytes, moments.sums())?;
         Ok(Sums { tokens: moments.tokens(), drift: 0, ..sums })
     }
