@@ -208,6 +208,29 @@ fn what_is_brought_ahead_is_counted() {
     }
 }
 
+/// Guesses that are mostly wrong are given up, and that is said; tokens go on as before. Fails if the graphs that bring them are kept.
+#[test]
+fn what_is_brought_in_vain_is_given_up() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let spec = many(64, 8);
+    let mut engine = random(&spec, Options { expert_slots: Some(32), ahead: 8, ..Options::default() });
+    engine.set_routing(Some(&Routing::Uniform), 1, 600, Some(0.1)).unwrap();
+    let mut batch = Batch::default();
+    batch.push(SeqId(0), 0, &[1, 2, 3], Rows::Last, 1024);
+    engine.pass(&batch).unwrap();
+    let (mut tokens, mut sampler) = (vec![1, 2, 3, 4], greedy());
+    for _ in 0..2 {
+        engine.tiers().unwrap().take_traffic().unwrap();
+        let turn = Turn { seq: SeqId(0), tokens: &mut tokens, sampler: &mut sampler };
+        engine.decode(&mut [turn], 300, 1024, &mut |_| ControlFlow::Continue(())).unwrap();
+    }
+    assert_eq!(engine.tiers().unwrap().take_traffic().unwrap().ahead, 0);
+    assert!(engine.take_notes().iter().any(|n| n.contains("no more experts are brought ahead")));
+}
+
 #[test]
 fn plain_kernels_are_the_same_with_any_slots() {
     if has_gpu() {

@@ -1,6 +1,6 @@
 //! `moe prepare`.
 
-use super::{Device, QuantizeArgs};
+use super::QuantizeArgs;
 use clap::Args;
 use std::path::PathBuf;
 
@@ -22,7 +22,4 @@ pub struct PrepareArgs {
     /// Where to write the web page (default: report.html in the artifact).
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
-    /// Where to compute.
-    #[arg(long, value_enum, default_value_t)]
-    pub device: Device,
 }

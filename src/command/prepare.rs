@@ -53,7 +53,7 @@ fn calibration(args: &PrepareArgs) -> CalibrateArgs {
     CalibrateArgs {
         original: args.quantize.model.clone(),
         artifact: args.quantize.output.clone(),
-        text: TextArgs::tasks(args.device),
+        text: TextArgs::tasks(args.quantize.device),
         task: Vec::new(),
         samples: Some(args.samples),
         max_kld: None,
@@ -75,7 +75,7 @@ fn profiling(args: &PrepareArgs) -> ProfileExpertsArgs {
         decay: 0.5,
         trace: None,
         format: ListFormat::Moe,
-        device: args.device,
+        device: args.quantize.device,
         vram_budget: None,
         max_memory: "1GiB".into(),
         reports: ReportArgs { report: args.quantize.output.join("report.json"), ..ReportArgs::default() },
@@ -87,6 +87,6 @@ fn generation(args: &PrepareArgs) -> RunArgs {
         prompt: Some(args.prompt.clone()),
         max_tokens: args.max_tokens,
         temperature: Some(0.0),
-        ..RunArgs::new(&args.quantize.output, args.device)
+        ..RunArgs::new(&args.quantize.output, args.quantize.device)
     }
 }

@@ -217,6 +217,9 @@ impl Engine {
         for (&seq, &start) in seqs.iter().zip(&starts) {
             self.pages.set_len(seq, start + seen);
         }
+        if failed.is_none() {
+            self.judge_ahead()?;
+        }
         failed.map_or(Ok(flow), Err)
     }
 

@@ -741,6 +741,18 @@ impl Engine {
         Ok(())
     }
 
+    /// Gives up bringing experts ahead where most of them are brought in vain.
+    fn judge_ahead(&mut self) -> Result<(), EngineError> {
+        let Some(tiers) = self.store.tiers().filter(|_| self.ahead > 0) else { return Ok(()) };
+        let traffic = tiers.traffic()?;
+        if traffic.ahead_in_vain() {
+            self.notes.push(format!("no more experts are brought ahead: {:.0} % of them were not used", 100.0 * traffic.waste()));
+            self.ahead = 0;
+            self.decode.forget_graphs();
+        }
+        Ok(())
+    }
+
     /// What did not go as planned since this was last asked.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)

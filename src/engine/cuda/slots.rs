@@ -23,6 +23,8 @@ use std::time::Instant;
 
 /// Most experts of a layer; `MOST_MOVES` in `routing.cuh`.
 const MOST_EXPERTS: usize = 1024;
+/// Experts brought ahead from which their use can be judged.
+const ENOUGH_AHEAD: u64 = 1000;
 /// What the driver rounds large allocations up to.
 const ALLOCATION_BYTES: usize = 2 << 20;
 /// Bytes of half a ring; a few milliseconds of a link.
@@ -134,6 +136,12 @@ impl Traffic {
     /// Share of the missed experts that came before they were asked for.
     pub fn recall(&self) -> f64 {
         self.used as f64 / self.missed().max(1) as f64
+    }
+
+    /// Whether bringing experts ahead is known to cost more than it saves: one brought in vain takes as long on the link as one that is
+    /// used spares, so half of them have to be. Too few tell nothing.
+    pub fn ahead_in_vain(&self) -> bool {
+        self.ahead >= ENOUGH_AHEAD && 2 * self.used < self.ahead
     }
 
     /// Share of what came before it was asked for that nobody asked for.
@@ -803,11 +811,18 @@ impl Tiers {
 
     /// What has gone over the link since this was last asked, once the kernels are done.
     pub fn take_traffic(&self) -> Result<Traffic, CudaError> {
+        let traffic = self.traffic()?;
+        self.device.upload(&self.cells, STATS_AT, &[0u64; NUM_STATS])?;
+        self.host.borrow_mut().disk = Disk::default();
+        Ok(traffic)
+    }
+
+    /// The same, without beginning anew.
+    pub(super) fn traffic(&self) -> Result<Traffic, CudaError> {
         let mut n = [0u64; NUM_STATS];
         self.device.download(&mut n, &self.cells, STATS_AT)?;
-        self.device.upload(&self.cells, STATS_AT, &[0u64; NUM_STATS])?;
         let [chosen, fetched, direct, bytes, busy_ns, stall_ns, steps, ahead, used] = n;
-        let disk = std::mem::take(&mut self.host.borrow_mut().disk);
+        let disk = self.host.borrow().disk;
         let (disk_experts, disk_bytes, disk_ns) = (disk.experts, disk.bytes, disk.ns);
         Ok(Traffic { chosen, fetched, direct, bytes, busy_ns, stall_ns, steps, ahead, used, disk_experts, disk_bytes, disk_ns })
     }
@@ -986,6 +1001,14 @@ mod tests {
         assert_eq!((twin.step(&[1, 2, 3]), twin.owner()), (3, &[0, 1, 2][..]));
         twin.owner[2] = NOBODY;
         assert_eq!(twin.step_beside(&[3, 4], |e| e == 4), (1, vec![(2, 3)]));
+    }
+
+    /// One expert in two is the least that is worth it, and a thousand the fewest that say so.
+    #[test]
+    fn experts_brought_in_vain_are_given_up() {
+        let traffic = |ahead, used| Traffic { ahead, used, ..Traffic::default() };
+        let found = [(999, 0), (1000, 499), (1000, 500), (0, 0)].map(|(ahead, used)| traffic(ahead, used).ahead_in_vain());
+        assert_eq!(found, [false, true, false, false]);
     }
 
     /// Every expert is in one wave, and none has more missing ones than fit.
