@@ -291,3 +291,20 @@ fn every_family_is_quantized_on_a_gpu() {
         assert!((sum(&gpu) / sum(&cpu) - 1.0).abs() < 1e-2, "{}", path.display());
     }
 }
+
+/// A machine that cannot do what is asked is told so before anything lies there that the next try would trip over.
+#[test]
+fn without_a_gpu_nothing_is_begun() {
+    if moe::engine::cuda::Device::open(0).is_ok() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let (model, out) = (fixture("tiny"), out.to_str().unwrap());
+    let args = ["quantize", model.to_str().unwrap(), "-o", out, "--method", "gptq", "--device", "cuda"];
+    let ran = std::process::Command::new(env!("CARGO_BIN_EXE_moe")).args(args).output().unwrap();
+    let said = String::from_utf8_lossy(&ran.stderr).into_owned();
+    assert_eq!(ran.status.code(), Some(1), "{said}");
+    assert!(said.contains("hint: "), "{said}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "{said}");
+}

@@ -120,6 +120,13 @@ pub fn bench(args: &BenchArgs, out: Out) -> Result<Status> {
     if args.batch.contains(&0) || args.prompt == 0 || args.generate < 2 || args.repeats == 0 {
         return Err(UserError::new("batch sizes, --prompt and --repeats start at 1, --generate at 2").into());
     }
+    if let Some(recall) = args.recall
+        && !((0.0..=1.0).contains(&recall) && args.routing.is_some())
+    {
+        return Err(UserError::new(format!("--recall {recall} is no share of the choices of --routing"))
+            .hint("give both, the share between 0 and 1; the model's own routers are foreseen as well as they are")
+            .into());
+    }
     let mut watch = if args.device == Device::Cpu { None } else { gpu().ok().map(Watch::new).transpose()? };
     let (name, mut engine) = open(args, out)?;
     watch = watch.filter(|_| matches!(engine, Engine::Cuda(_)));

@@ -9,7 +9,8 @@ use crate::calib::lockstep::Place;
 use crate::calib::sets::{self, TaskSet};
 use crate::calib::solve::{self, Advance, Module, Outcome, Progress, Task};
 use crate::calib::windows::Window;
-use crate::cli::QuantizeArgs;
+use crate::cli::{Device, QuantizeArgs};
+use crate::command::bench::gpu;
 use crate::command::{Interrupt, UserError, measure};
 use crate::engine::solver::{Spent, Work};
 use crate::files::{self, WorkDir};
@@ -101,6 +102,10 @@ pub(super) fn write(
         }
         None => Vec::new(),
     };
+    if args.device == Device::Cuda {
+        // Nothing is begun that cannot go on.
+        drop(gpu()?);
+    }
     let work = WorkDir::open(&args.output)?;
     let run = Run {
         args,

@@ -1,6 +1,6 @@
 //! The steps of a plan as launches of the plain kernels: one exhaustive `match`.
 
-use super::experts::Behind;
+use super::experts::Beside;
 use super::fast::FetchArgs;
 use super::launch;
 use super::plain::{Pages, Router};
@@ -147,15 +147,14 @@ impl Engine {
         self.plain.plain_append(grid, values, self.at(*v), self.row(*v), pages, dim)
     }
 
-    /// Brings the experts of some choices into slots; `list` is the router's or null, `beside`: the products run meanwhile, and experts
-    /// are brought for the layer behind, if it is named. Nothing to do if all are on the device.
+    /// Brings the experts of some choices into slots; `list` is the router's or null. Nothing to do if all are on the device.
     pub(super) fn fetch(
         &self,
         layer: u32,
         first_pair: usize,
         num_pairs: usize,
         list: u64,
-        beside: Option<Option<Behind>>,
+        beside: Option<Beside>,
     ) -> Result<(), EngineError> {
         let Some(tiers) = self.store.tiers() else { return Ok(()) };
         let num_slots = self.work.num_slots.at(0);
@@ -170,7 +169,7 @@ impl Engine {
         }
         let ids = (self.work.experts.at(4 * first_pair), num_pairs);
         let Some(args) = tiers.fetch(layer, ids, (list, num_slots), tables, beside.is_some()) else { return Ok(()) };
-        let behind = beside.flatten();
+        let behind = beside.and_then(|b| b.behind);
         let args = behind.map_or(args, |b| {
             let tables = (self.store.addresses(b.layer), self.store.table(b.layer));
             tiers.ahead(args, b.layer, tables, b.guess, self.ahead, self.limits())

@@ -12,6 +12,13 @@ use crate::engine::EngineError;
 use crate::model::plan::Slot;
 use crate::model::spec::{RouterSpec, Select};
 
+/// Products that run while their experts arrive.
+#[derive(Clone, Copy)]
+pub(super) struct Beside {
+    /// Brought ahead meanwhile.
+    pub behind: Option<Behind>,
+}
+
 /// The layer that experts are brought ahead for.
 #[derive(Clone, Copy)]
 pub(super) struct Behind {
@@ -148,7 +155,7 @@ impl Engine {
         };
 
         if waves.is_none() {
-            self.fetch(layer, start * top_k, num_tok * top_k, routed, beside.then_some(behind))?;
+            self.fetch(layer, start * top_k, num_tok * top_k, routed, beside.then_some(Beside { behind }))?;
         }
         if let Some(whole) = whole {
             gate_up(list, num_slots)?;
