@@ -304,7 +304,7 @@ fn without_a_gpu_nothing_is_begun() {
     let args = ["quantize", model.to_str().unwrap(), "-o", out, "--method", "gptq", "--device", "cuda"];
     let ran = std::process::Command::new(env!("CARGO_BIN_EXE_moe")).args(args).output().unwrap();
     let said = String::from_utf8_lossy(&ran.stderr).into_owned();
-    assert_eq!(ran.status.code(), Some(1), "{said}");
+    assert_eq!(ran.status.code(), Some(2), "{said}");
     assert!(said.contains("hint: "), "{said}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "{said}");
 }
