@@ -308,3 +308,15 @@ fn without_a_gpu_nothing_is_begun() {
     assert!(said.contains("hint: "), "{said}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "{said}");
 }
+
+/// `--device cuda` is refused where it would do nothing, and is not where other stages compute there.
+#[test]
+fn a_device_is_refused_only_where_nothing_uses_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (fixture("tiny"), dir.path().join("out"));
+    let status = |command: &str| {
+        let args = [command, model.to_str().unwrap(), "-o", out.to_str().unwrap(), "--device", "cuda", "--dry-run"];
+        std::process::Command::new(env!("CARGO_BIN_EXE_moe")).args(args).output().unwrap().status.code()
+    };
+    assert_eq!((status("quantize"), status("prepare")), (Some(1), Some(0)));
+}

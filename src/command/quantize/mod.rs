@@ -31,6 +31,12 @@ const LEAST_MEMORY: u64 = 16 << 20;
 /// Runs the command.
 pub fn quantize(args: &QuantizeArgs, out: Out) -> Result<Status> {
     let request = Request::resolve(args)?;
+    // As a stage among others it leaves the device to those that have a use for it.
+    if let (Method::Alone(_), Device::Cuda, false) = (request.method, args.device, out.nested) {
+        let error =
+            UserError::new(format!("`--method {}` rounds on the processor, it has no use for `--device cuda`", args.method));
+        return Err(error.hint("add --method gptq, or drop --device").into());
+    }
     let model = match request.method {
         Method::Alone(_) => Model::Tensors(Box::new(Inventory::open(&args.model)?)),
         Method::Calibrated { .. } => Model::Whole(Arc::new(Weights::open(&args.model)?)),
@@ -183,11 +189,6 @@ impl Request {
         let max_memory = measure::bytes(&args.max_memory).context("`--max-memory`")?;
         if max_memory < LEAST_MEMORY {
             return Err(UserError::new(format!("`--max-memory` is {}, expected at least 16MiB", args.max_memory)).into());
-        }
-        if let (Method::Alone(_), Device::Cuda) = (method, args.device) {
-            let error =
-                UserError::new(format!("`--method {}` rounds on the processor, it has no use for `--device cuda`", args.method));
-            return Err(error.hint("add --method gptq, or drop --device").into());
         }
         let place = super::place(args.device, args.vram_budget.as_deref())?;
         Ok(Self { profile, overrides, method, asym: args.asym, shard_bytes, max_memory, place })
