@@ -1,103 +1,129 @@
-// Products in single precision, for passes of many tokens: 128 x 128 sums a block, 8 x 8 a thread, operands 16 deep in shared
-// memory. Multiplied as f32 on f32 units, so that what they feed agrees with the processor to rounding.
+// Products for passes of many tokens: 128 x 128 sums a block, 64 x 32 a warp, operands 16 deep in shared memory.
+//
+// Tensor cores multiply bf16, so that an operand lies there as one to three planes whose sum it is: one for codes and bf16 weights, two,
+// to 2^-17, for second moments, three, to 2^-25, where a difference of two results has to mean something. The products of all planes but
+// those past the third order, 2^-24, are added. Tensor cores cut sums off instead of rounding, so that each 16 of them are added in f32, times
+// the scale of their group.
 //
 // An operand is either `rows`, contiguous along the summed dimension, or `cols`, contiguous along the other.
 
 #include "common/matrix.cuh"
+#include "common/mma.cuh"
 #include "common/reduce.cuh"
 
-constexpr int TILE = 128, DEPTH = 16, THREADS = 256;
-#if __CUDA_ARCH__ >= 1200
-constexpr int BLOCKS = 1;  // two would spill
-#else
-constexpr int BLOCKS = 2;
-#endif
+constexpr int TILE = 128, DEPTH = 16, THREADS = 256, BLOCKS = 2;
 
-// Sixteen slices of 128 elements. The upper eight slices have their halves of 32 swapped by 16, so that the transposing stores
-// of a warp meet every bank once.
-typedef float Slab[DEPTH * TILE];
+// One plane of an operand. Two stages of six planes, or of less and the scales of the right one's rows, fit into 48 KB.
+constexpr int PLANE = TILE * DEPTH, MOST_PLANES = 6;
+DEV bf16* slabs() {
+  __shared__ __align__(16) bf16 slabs_sh[2 * MOST_PLANES * PLANE];
+  return slabs_sh;
+}
+// Splits eight floats over planes from `to` on.
+template <int PLANES>
+DEV void put8(bf16* to_sh, const float* v) {
+  float rest[8];
+#pragma unroll
+  for (int j = 0; j < 8; j++) rest[j] = v[j];
+#pragma unroll
+  for (int p = 0; p < PLANES; p++) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      pairs[j] = bf16_pair(rest[2 * j], rest[2 * j + 1]);
+      rest[2 * j] -= bf16_lo(pairs[j]), rest[2 * j + 1] -= bf16_hi(pairs[j]);
+    }
+    *(uint4*)(to_sh + p * PLANE) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
 
-DEV int swapped(int k) { return k & 8 ? 16 : 0; }
-
-// What thread t of a block brings of a `rows` operand: eight elements of row t / 2.
+// Eight elements of a plane are one store and a row of eight of them one load; where they lie makes both meet every bank once.
+//
+// A thread brings eight elements of row t / 2 of a `rows` operand. `read` has 16 rows from `first` on as operands of `mma`: rows and halves of
+// the depth in the order (0, 0), (8, 0), (0, 8), (8, 8) for the left one, (0, 0), (0, 8), (8, 0), (8, 8) for the right one.
+enum Operand { LEFT, RIGHT };
 DEV int own_row() { return threadIdx.x >> 1; }
 DEV int own_k() { return 8 * (threadIdx.x & 1); }
-DEV void store_rows(float* slab_sh, const float* v) {
-  int k = own_k(), column = own_row() ^ swapped(k);
-#pragma unroll
-  for (int j = 0; j < 8; j++) slab_sh[(k + j) * TILE + column] = v[j];
-}
-// And of a `cols` operand: eight columns of slice t / 16.
+DEV int lane_bit(int bit) { return threadIdx.x >> bit & 1; }
+struct Rows {
+  DEV static int at(int row, int eight) { return DEPTH * row + 8 * (eight ^ (row >> 2 & 1)); }
+  DEV static int own() { return at(own_row(), threadIdx.x & 1); }
+  template <Operand SIDE>
+  DEV static void read(u32* r, const bf16* plane_sh, int first) {
+    ldmatrix_x4(r, plane_sh + at(first + (threadIdx.x & 7) + 8 * lane_bit(SIDE == LEFT ? 3 : 4), lane_bit(SIDE == LEFT ? 4 : 3)));
+  }
+};
+// And eight columns of slice t / 16 of a `cols` operand.
 DEV int own_slice() { return threadIdx.x >> 4; }
 DEV int own_col() { return 8 * (threadIdx.x & 15); }
-DEV void store_cols(float* slab_sh, const float* v) {
-  float4* to = (float4*)(slab_sh + own_slice() * TILE + (own_col() ^ swapped(own_slice())));
-  to[0] = make_float4(v[0], v[1], v[2], v[3]);
-  to[1] = make_float4(v[4], v[5], v[6], v[7]);
-}
-
-// Elements at .. at + 8 of a run of `n`; zero past its end. `wide`: the run begins at 16 bytes.
-DEV void run8(float* v, const float* run, int at, int n, bool wide) {
-  if (wide && at + 8 <= n) {
-    float4 a = *(const float4*)(run + at), b = *(const float4*)(run + at + 4);
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = at + j < n ? run[at + j] : 0.0f;
+struct Cols {
+  DEV static int at(int slice, int eight) { return TILE * slice + 8 * (eight ^ (slice & 7)); }
+  DEV static int own() { return at(own_slice(), threadIdx.x & 15); }
+  template <Operand SIDE>
+  DEV static void read(u32* r, const bf16* plane_sh, int first) {
+    ldmatrix_x4_trans(r, plane_sh + at((threadIdx.x & 7) + 8 * lane_bit(SIDE == LEFT ? 4 : 3), first / 8 + lane_bit(SIDE == LEFT ? 3 : 4)));
   }
-}
+};
+
 DEV bool is_wide(const void* p) { return ((size_t)p & 15) == 0; }
-DEV void zero8(float* v) {
-#pragma unroll
-  for (int j = 0; j < 8; j++) v[j] = 0;
-}
 
 // Rows of floats; null for a row past the last.
-struct FloatRows {
-  const float* next;
-  int left;
-  DEV FloatRows(const float* row, int depth) : next(row + own_k()), left(row ? depth - own_k() : 0) {}
-  DEV void load(float* v, int) {
-    if (left >= 8 && is_wide(next)) {
-      float4 a = *(const float4*)next, b = *(const float4*)(next + 4);
-      v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = j < left ? next[j] : 0.0f;
-    }
-    next += DEPTH, left -= DEPTH;
-  }
-  DEV void store(float* slab_sh, const float* v) const { store_rows(slab_sh, v); }
+struct FloatRows : Rows {
+  static constexpr int PLANES = 3;
+  const float* row;
+  int depth;
+  u32 words[8];
+  DEV FloatRows(const float* row, int depth) : row(row), depth(row ? depth : 0) {}
+  DEV void load(int k) { fetch8(words, row, k + own_k(), F32, depth - k - own_k(), is_wide(row)); }
+  DEV void store(bf16* slab_sh) const { put8<PLANES>(slab_sh + own(), (const float*)words); }
 };
-// Rows of a weight.
-struct WeightRows {
+// Rows of a weight, walked along: what belongs to a group is read once a group. Any finite numbers may lie past the last column, where
+// what they are multiplied with is zero. With one plane, of bf16 weights or codes, and the scales of the rows behind it.
+template <int PLANES_OF>
+struct WeightRows : Rows {
+  static constexpr int PLANES = PLANES_OF;
   const Matrix& w;
-  int row;
-  DEV void load(float* v, int k) const {
-    if (row < w.rows && k + own_k() < w.cols) elements8(v, w, row, k + own_k());
-    else zero8(v);
+  size_t row;
+  int cols, kind, left, zero;
+  float scale;
+  u32 words[8];
+  DEV WeightRows(const Matrix& w, int row) : w(w), row(row), cols(row < w.rows ? w.cols : 0), kind(w.kind), left(0), zero(0), scale(1), words{} {}
+  DEV void load(int k) {
+    int col = k + own_k();
+    if (col >= cols) return;
+    if (PLANES == 1 && left <= 0 && kind != BF16) {
+      int group = col / w.group;
+      scale = load_float(w.scales, row * (cols / w.group) + group, w.scale_kind);
+      zero = zero_code(w, row, group, kind == INT4 ? 4 : 8);
+      left = (group + 1) * w.group - col;
+    }
+    left -= DEPTH;
+    fetch8(words, w.data, row * cols + col, kind, cols - col, (cols & 7) == 0);
   }
-  DEV void store(float* slab_sh, const float* v) const { store_rows(slab_sh, v); }
+  DEV void store(bf16* slab_sh) const {
+    if (PLANES == 1 && kind == BF16) {
+      *(uint4*)(slab_sh + own()) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      float v[8];
+      decode8(v, words, kind, zero, 1);
+      put8<PLANES>(slab_sh + own(), v);
+    }
+    if (PLANES == 1 && own_k() == 0) scales(slab_sh)[own_row()] = scale;
+  }
+  DEV static float* scales(const bf16* slab_sh) { return (float*)(slab_sh + PLANES * PLANE); }
 };
-// Columns of floats, `stride` from slice to slice; all three are multiples of four.
-struct FloatCols {
-  const float* next;
-  int stride, slices, left;
-  DEV FloatCols(const float* first, int stride, int depth, int col, int num_cols)
-      : next(first + (size_t)own_slice() * stride + col + own_col()), stride(stride), slices(depth - own_slice()), left(num_cols - col - own_col()) {}
-  DEV void load(float* v, int) {
-    zero8(v);
-    if (slices > 0 && left > 0) {
-      float4 a = *(const float4*)next;
-      v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    }
-    if (slices > 0 && left > 4) {
-      float4 b = *(const float4*)(next + 4);
-      v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    }
-    next += (size_t)DEPTH * stride, slices -= DEPTH;
+// Columns of floats from the first of a tile, `stride` from slice to slice; all three are multiples of four.
+struct FloatCols : Cols {
+  static constexpr int PLANES = 3;
+  const float* first;
+  int stride, depth, cols;
+  u32 words[8];
+  DEV FloatCols(const float* first, int stride, int depth, int cols) : first(first), stride(stride), depth(depth), cols(cols) {}
+  DEV void load(int k) {
+    int slice = k + own_slice();
+    fetch8(words, first, (size_t)slice * stride + own_col(), F32, slice < depth ? cols - own_col() : 0, is_wide(first));
   }
-  DEV void store(float* slab_sh, const float* v) const { store_cols(slab_sh, v); }
+  DEV void store(bf16* slab_sh) const { put8<PLANES>(slab_sh + own(), (const float*)words); }
 };
 // Rows of some pairs, each times its gate: the row of a pair is pair / divide. Without gates: times 1.
 struct Side {
@@ -105,69 +131,100 @@ struct Side {
   const float* gates;
   int stride, divide, cols, pad;
 };
-// Columns of the listed ones; no list: of the first `depth`.
-struct ListedCols {
+// Columns of the listed ones; no list: of the first `depth`. Which ones they are is known a slab ahead of their loads.
+struct ListedCols : Cols {
+  static constexpr int PLANES = 2;
   const Side& side;
   const int* list;
-  int depth, col;
-  DEV void load(float* v, int k) const {
-    int slice = k + own_slice();
-    if (slice >= depth) return zero8(v);
-    int pair = list ? list[slice] : slice;
-    const float* row = side.src + (size_t)(pair / side.divide) * side.stride;
-    run8(v, row, col + own_col(), side.cols, is_wide(row));
-    if (side.gates) {
-      float gate = side.gates[pair];
-#pragma unroll
-      for (int j = 0; j < 8; j++) v[j] *= gate;
-    }
+  int depth, col, pair;
+  u32 part;  // of 2^32, rounded up: pairs x divide < 2^32
+  float gate;
+  u32 words[8];
+  DEV ListedCols(const Side& side, const int* list, int depth, int first_col)
+      : side(side), list(list), depth(depth), col(first_col + own_col()), pair(at_slice(own_slice())), part(0xffffffffu / side.divide + 1) {}
+  DEV int at_slice(int slice) const { return list && slice < depth ? list[slice] : slice; }
+  DEV void load(int k) {
+    size_t row = side.divide == 1 ? pair : __umulhi(pair, part);
+    bool within = k + own_slice() < depth;
+    fetch8(words, side.src, row * side.stride + col, F32, within ? side.cols - col : 0, is_wide(side.src) && !(side.stride & 3));
+    gate = side.gates && within ? side.gates[pair] : 1;
+    pair = at_slice(k + DEPTH + own_slice());
   }
-  DEV void store(float* slab_sh, const float* v) const { store_cols(slab_sh, v); }
+  DEV void store(bf16* slab_sh) const {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = __uint_as_float(words[j]) * gate;
+    put8<PLANES>(slab_sh + own(), v);
+  }
 };
 
-// Rows and columns of the sums that a thread owns: two runs of four each way.
-DEV int sum_row(int i) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  return 4 * (4 * (warp >> 1) + (lane >> 3)) + (i & 3) + 64 * (i >> 2);
-}
-DEV int sum_col(int j) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  return 4 * (8 * (warp & 1) + (lane & 7)) + (j & 3) + 64 * (j >> 2);
+// Rows and columns of the sums that a thread owns: sums[2 m + h][2 n + c] is element 2 h + c of tile (m, n) of its warp.
+DEV int sum_row(int i) { return 64 * (threadIdx.x >> 7) + 8 * i + ((threadIdx.x & 31) >> 2); }
+DEV int sum_col(int j) { return 32 * (threadIdx.x >> 5 & 3) + 8 * (j >> 1) + 2 * (threadIdx.x & 3) + (j & 1); }
+
+// Adds a slab's products of the rows of two of a warp's four tiles.
+template <class A, class B>
+DEV void add_products(float (*sums)[8], const bf16* a_sh, int first, const u32 (*y)[2][4], const bf16* b_sh) {
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    u32 x[A::PLANES][4];
+#pragma unroll
+    for (int p = 0; p < A::PLANES; p++) A::template read<LEFT>(x[p], a_sh + p * PLANE, first + 16 * m);
+    float found[4][4] = {};
+#pragma unroll
+    for (int order = 2; order >= 0; order--)
+#pragma unroll
+      for (int p = 0; p < A::PLANES; p++)
+        if (order - p >= 0 && order - p < B::PLANES)
+#pragma unroll
+          for (int n = 0; n < 4; n++) {
+            const u32* own = y[order - p][n >> 1] + 2 * (n & 1);
+            mma_bf16(found[n], x[p], own[0], own[1]);
+          }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      float2 scale = make_float2(1, 1);
+      if constexpr (B::PLANES == 1) scale = *(const float2*)(B::scales(b_sh) + sum_col(2 * n));
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums[2 * m + (e >> 1)][2 * n + (e & 1)] += found[n][e] * (e & 1 ? scale.y : scale.x);
+    }
+  }
 }
 
-// sums[i][j] = sum over k < depth of a[row i, k] b[col j, k]; one barrier a slab, the next one travels meanwhile.
+// sums[i][j] = sum over k < depth of a[row i, k] b[col j, k]; one barrier a slab. The next one travels meanwhile, an operand in each half
+// of the work, which leaves registers for the sums.
 template <class A, class B>
 DEV void multiply(float (&sums)[8][8], A a, B b, int depth) {
-  __shared__ __align__(16) Slab a_sh[2], b_sh[2];
+  constexpr int STAGE = MOST_PLANES * PLANE;
+  bf16 *a_sh = slabs(), *b_sh = a_sh + A::PLANES * PLANE;
 #pragma unroll
   for (int i = 0; i < 8; i++)
 #pragma unroll
     for (int j = 0; j < 8; j++) sums[i][j] = 0;
-  float va[8], vb[8];
-  a.load(va, 0), b.load(vb, 0);
-  a.store(a_sh[0], va), b.store(b_sh[0], vb);
+  a.load(0), a.store(a_sh);
+  b.load(0), b.store(b_sh);
   __syncthreads();
-  int stage = 0, row = sum_row(0), col = sum_col(0);
+  int now = 0, first_row = 64 * (threadIdx.x >> 7), first_col = 32 * (threadIdx.x >> 5 & 3);
   for (int k = 0; k < depth; k += DEPTH) {
     bool more = k + DEPTH < depth;
-    if (more) a.load(va, k + DEPTH), b.load(vb, k + DEPTH);
+    if (more) a.load(k + DEPTH);
+    u32 y[B::PLANES][2][4];
 #pragma unroll
-    for (int s = 0; s < DEPTH; s++) {
-      const float *x_sh = a_sh[stage] + s * TILE, *y_sh = b_sh[stage] + s * TILE;
-      float4 x0 = *(const float4*)(x_sh + (row ^ swapped(s))), x1 = *(const float4*)(x_sh + ((row + 64) ^ swapped(s)));
-      float4 y0 = *(const float4*)(y_sh + (col ^ swapped(s))), y1 = *(const float4*)(y_sh + ((col + 64) ^ swapped(s)));
-      float x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w}, y[8] = {y0.x, y0.y, y0.z, y0.w, y1.x, y1.y, y1.z, y1.w};
+    for (int p = 0; p < B::PLANES; p++)
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int j = 0; j < 8; j++) sums[i][j] += x[i] * y[j];
-    }
-    if (more) {
-      stage ^= 1;
-      a.store(a_sh[stage], va), b.store(b_sh[stage], vb);
-      __syncthreads();
-    }
+      for (int n = 0; n < 2; n++) B::template read<RIGHT>(y[p][n], b_sh + now + p * PLANE, first_col + 16 * n);
+    add_products<A, B>(sums, a_sh + now, first_row, y, b_sh + now);
+    if (more) a.store(a_sh + (STAGE - now)), b.load(k + DEPTH);
+    add_products<A, B>(sums + 4, a_sh + now, first_row + 32, y, b_sh + now);
+    if (more) b.store(b_sh + (STAGE - now));
+    now = STAGE - now;
+    __syncthreads();
   }
+}
+// Rows of floats times those of a weight of any kind.
+DEV void multiply_weight(float (&sums)[8][8], const float* row, const Matrix& w, int weight_row) {
+  if (w.kind == F32 || w.kind == F16) multiply(sums, FloatRows(row, w.cols), WeightRows<3>(w, weight_row), w.cols);
+  else multiply(sums, FloatRows(row, w.cols), WeightRows<1>(w, weight_row), w.cols);
 }
 
 #define EACH_SUM(i, j)         \
@@ -181,7 +238,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_linear(float
   int first_row = blockIdx.x * TILE, first_tok = blockIdx.y * TILE, t = first_tok + own_row();
   const float* row = t < num_tok ? src + (size_t)(pick ? pick[t] : t) * src_stride : 0;
   float sums[8][8];
-  multiply(sums, FloatRows(row, w.cols), WeightRows{w, first_row + own_row()}, w.cols);
+  multiply_weight(sums, row, w, first_row + own_row());
   EACH_SUM(i, j) {
     int tok = first_tok + sum_row(i), r = first_row + sum_col(j);
     if (tok < num_tok && r < w.rows) dst[(size_t)tok * dst_stride + r] = (sums[i][j] + (bias.data ? load_float(bias.data, r, bias.kind) : 0.0f)) * scale;
@@ -224,7 +281,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_experts(floa
   int at = first + own_row();
   const float* row = at < count ? src + (size_t)(list[at] / divide) * src_stride : 0;
   float sums[8][8];
-  multiply(sums, FloatRows(row, w.cols), WeightRows{w, first_row + own_row()}, w.cols);
+  multiply_weight(sums, row, w, first_row + own_row());
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     int from = first + sum_row(i);
@@ -254,7 +311,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_moments(cons
   while (across > down) across -= ++down;
   const int* list = lists ? lists + (size_t)expert * cap : 0;
   float found[8][8];
-  multiply(found, ListedCols{x, list, count, down * TILE}, ListedCols{x, list, count, across * TILE}, count);
+  multiply(found, ListedCols(x, list, count, down * TILE), ListedCols(x, list, count, across * TILE), count);
   float* dst = (float*)sums[blockIdx.z];
   EACH_SUM(i, j) {
     int row = down * TILE + sum_row(i), col = across * TILE + sum_col(j);
@@ -281,7 +338,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_products(con
   if (count == 0) return;
   const int* list = lists ? lists + (size_t)expert * cap : 0;
   float found[8][8];
-  multiply(found, ListedCols{left, list, count, (int)blockIdx.y * TILE}, ListedCols{right, list, count, (int)blockIdx.x * TILE}, count);
+  multiply(found, ListedCols(left, list, count, (int)blockIdx.y * TILE), ListedCols(right, list, count, (int)blockIdx.x * TILE), count);
   float* dst = (float*)sums[blockIdx.z];
   EACH_SUM(i, j) {
     int row = blockIdx.y * TILE + sum_row(i), col = blockIdx.x * TILE + sum_col(j);
@@ -345,7 +402,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_mix(float* d
   int first_col = blockIdx.x * TILE, first_tok = blockIdx.y * TILE, tok = first_tok + own_row();
   int depth = min_int(num_tok, first_tok + TILE);
   const float* row = tok < num_tok ? scores + ((size_t)blockIdx.z * num_tok + tok) * num_tok : 0;
-  FloatCols values(v + blockIdx.z / group * dim, v_stride, depth, first_col, dim);
+  FloatCols values(v + blockIdx.z / group * dim + first_col, v_stride, depth, dim - first_col);
   float sums[8][8];
   multiply(sums, FloatRows(row, depth), values, depth);
   EACH_SUM(i, j) {
@@ -365,7 +422,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_rows(float* 
   Tile tile = tiles[blockIdx.y];
   int first_col = n_from + blockIdx.x * TILE;
   const float* row = own_row() < tile.rows ? a + (size_t)(tile.first + own_row()) * a_stride + a_from : 0;
-  FloatCols factors((const float*)b[tile.moments] + (size_t)b_from * cols, cols, depth, first_col, cols);
+  FloatCols factors((const float*)b[tile.moments] + (size_t)b_from * cols + first_col, cols, depth, cols - first_col);
   float sums[8][8];
   multiply(sums, FloatRows(row, depth), factors, depth);
   EACH_SUM(i, j) {
@@ -399,7 +456,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_forth(float*
   Tile tile = tiles[blockIdx.y];
   int first_col = blockIdx.x * TILE, depth = min_int(cols, first_col + TILE);
   const float* row = own_row() < tile.rows ? g + (size_t)(tile.first + own_row()) * cols : 0;
-  FloatCols factors((const float*)upper[tile.moments], cols, depth, first_col, cols);
+  FloatCols factors((const float*)upper[tile.moments] + first_col, cols, depth, cols - first_col);
   float sums[8][8];
   multiply(sums, FloatRows(row, depth), factors, depth);
   EACH_SUM(i, j) {

@@ -37,33 +37,46 @@ DEV float element(const Matrix& w, size_t row, int col) {
   int code = (int)((word >> (bits * (col % per_word))) & ((1 << bits) - 1)) - zero_code(w, row, col / w.group, bits);
   return (float)code * load_float(w.scales, row * (size_t)(w.cols / w.group) + col / w.group, w.scale_kind);
 }
-// Columns col .. col + 8 of a row; zero past the last.
-DEV void elements8(float* v, const Matrix& w, size_t row, int col) {
-  bool half = w.kind == BF16 || w.kind == F16;
-  size_t at = row * (size_t)w.cols + col;
-  if (col + 8 > w.cols || ((half || w.kind == F32) && (w.cols & 7))) {
+// Eight elements in a row as they lie in memory, and as floats; apart, so that a kernel may do other work while they travel.
+//
+// `n` of the eight are there, the others are zero bits. `aligned`: the first plain float lies at a multiple of eight; codes always do, and
+// lie in one group.
+DEV void fetch8(u32* words, const void* p, size_t at, int kind, int n, bool aligned) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) v[j] = col + j < w.cols ? element(w, row, col + j) : 0.0f;
-  } else if (w.kind == F32) {
-    const float4* p = (const float4*)((const float*)w.data + at);
-    float4 a = p[0], b = p[1];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-  } else if (half) {
-    uint4 p = *(const uint4*)((const u16*)w.data + at);
+  for (int j = 0; j < 8; j++) words[j] = 0;
+  if (kind == INT4) {
+    words[0] = ((const u32*)p)[at >> 3];
+  } else if (kind == INT8) {
+    words[0] = ((const u32*)p)[at >> 2];
+    if (n > 4) words[1] = ((const u32*)p)[(at >> 2) + 1];
+  } else if (n < 8 || !aligned) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      u32 pair = word_at(p, j);
-      v[2 * j] = w.kind == BF16 ? bf16_lo(pair) : f16_to_f32((u16)pair);
-      v[2 * j + 1] = w.kind == BF16 ? bf16_hi(pair) : f16_to_f32((u16)(pair >> 16));
-    }
+    for (int j = 0; j < 8; j++)
+      if (j < n) {
+        if (kind == F32) words[j] = ((const u32*)p)[at + j];
+        else words[j >> 1] |= (u32)((const u16*)p)[at + j] << 16 * (j & 1);
+      }
+  } else if (kind == F32) {
+    uint4 a = *(const uint4*)((const u32*)p + at), b = *(const uint4*)((const u32*)p + at + 4);
+    words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w, words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
   } else {
-    float scale = load_float(w.scales, row * (size_t)(w.cols / w.group) + col / w.group, w.scale_kind);
-    int zero = zero_code(w, row, col / w.group, w.kind == INT4 ? 4 : 8);
-    const u32* words = (const u32*)w.data + (w.kind == INT4 ? at >> 3 : at >> 2);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      int code = w.kind == INT4 ? (int)((words[0] >> (4 * j)) & 15) : (int)((words[j >> 2] >> (8 * (j & 3))) & 255);
-      v[j] = (float)(code - zero) * scale;
-    }
+    uint4 a = *(const uint4*)((const u16*)p + at);
+    words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
   }
+}
+DEV void decode8(float* v, const u32* words, int kind, int zero, float scale) {
+#define EACH(x) \
+  _Pragma("unroll") for (int j = 0; j < 8; j++) v[j] = x
+  if (kind == F32) {
+    EACH(__uint_as_float(words[j]));
+  } else if (kind == BF16) {
+    EACH(j & 1 ? bf16_hi(words[j >> 1]) : bf16_lo(words[j >> 1]));
+  } else if (kind == F16) {
+    EACH(f16_to_f32((u16)(words[j >> 1] >> 16 * (j & 1))));
+  } else if (kind == INT4) {
+    EACH((float)((int)(words[0] >> 4 * j & 15) - zero) * scale);
+  } else {
+    EACH((float)((int)(words[j >> 2] >> 8 * (j & 3) & 255) - zero) * scale);
+  }
+#undef EACH
 }

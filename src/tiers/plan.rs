@@ -233,7 +233,8 @@ pub fn give_back(layers: &[Layer], slots: &[usize], permanent: &[usize], bytes: 
 
 /// Fits a model into a budget. What must be there comes first: weights that every token uses, workspace, driver, the fewest slots
 /// and pages. Then pages up to those that are wanted, then slots up to all experts, then pages up to those that are of use. With a
-/// slot for every expert there is no ring. `host_bytes` bounds page-locked memory.
+/// slot for every expert there is no ring: where its bytes are slots enough for all, they are, so that a larger budget never has fewer
+/// experts resident. `host_bytes` bounds page-locked memory.
 pub fn plan(needs: &Needs, budget_bytes: u64, host_bytes: u64) -> Result<VramPlan, TooSmall> {
     let all: Vec<usize> = needs.layers.iter().map(|l| l.experts).collect();
     let whole = needs.fixed_bytes() + needs.slot_bytes(&all) + needs.min_pages * needs.page_bytes;
@@ -243,10 +244,11 @@ pub fn plan(needs: &Needs, budget_bytes: u64, host_bytes: u64) -> Result<VramPla
     if budget_bytes < smallest_bytes {
         return Err(TooSmall { smallest_bytes });
     }
-    if budget_bytes >= needs.resident_bytes() || budget_bytes < least {
+    let wanted = needs.wanted_pages.saturating_sub(needs.min_pages);
+    let spare = needs.affordable(budget_bytes.saturating_sub(least), wanted);
+    if budget_bytes < least || budget_bytes >= whole + spare * needs.page_bytes {
         return Ok(needs.with(all, budget_bytes, host_bytes));
     }
-    let spare = needs.affordable(budget_bytes - least, needs.wanted_pages.saturating_sub(needs.min_pages));
     let pages = needs.min_pages + spare;
     let for_slots = budget_bytes - needs.fixed_bytes() - needs.ring_bytes - pages * needs.page_bytes;
     Ok(needs.with(slots_per_layer(&needs.layers, for_slots)?, budget_bytes, host_bytes))
@@ -329,6 +331,8 @@ mod tests {
         let large = Needs { ring_bytes: 450, ..needs.clone() };
         assert_eq!(plan(&large, 1099, 0), Err(TooSmall { smallest_bytes: 260 + 800 + 40 }));
         assert_eq!(plan(&large, 1100, 0).unwrap().ring_bytes, 0);
+        let level = Needs { ring_bytes: 400, ..needs.clone() };
+        assert!((1100..1200).all(|budget| plan(&level, budget, 0).unwrap().offloaded_bytes == 0));
         let asked = with_slots(&needs, 3, 1010, 1 << 40).unwrap();
         assert_eq!((asked.pages, &asked.slots[..]), (6, &[3, 3][..]));
         assert_eq!(with_slots(&needs, 3, 989, 0), Err(TooSmall { smallest_bytes: 990 }));
@@ -372,6 +376,14 @@ mod tests {
             prop_assert!(host.bytes <= budget.max(host.smallest_bytes));
             prop_assert!(s == 4 && t == 4 || copies + host.disk_bytes == 800);
             prop_assert!(budget < host.smallest_bytes || host.bytes <= budget);
+        }
+
+        /// Fails if a ring that is as large as the experts it serves keeps them out.
+        #[test]
+        fn a_larger_budget_has_no_fewer_residents(budget in 700u64..1400, more in 0u64..200, ring_bytes in 0u64..500) {
+            let needs = Needs { ring_bytes, ..needs() };
+            let at = |budget| plan(&needs, budget, 0).map_or(0, |p| p.slot_bytes);
+            prop_assert!(at(budget) <= at(budget + more));
         }
 
         /// Fails if the pages of use are counted from the whole budget again.

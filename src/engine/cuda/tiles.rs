@@ -1,4 +1,4 @@
-//! Launchers of `kernels/tiles.cu`: products of many tokens in single precision.
+//! Launchers of `kernels/tiles.cu`: products of many tokens.
 
 use super::launch::{self, Grid};
 use super::module::kernels;
