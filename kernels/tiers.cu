@@ -22,11 +22,12 @@
 //        launch; T K <= 256 and most_ahead <= 32 for what comes ahead; sets taken in turn
 //
 // Every block decides for itself from the same state. The first writes list and state, the others copy. The state is read before the
-// wait: it is of the launch for the layer before, which the products behind that have seen settled. From sm_90 a few threads a block copy,
-// through rings in shared memory; a few blocks with multiprocessors of their own then keep the link busy and nobody waiting for room.
+// wait: it is of the launch for the layer before, which the products behind that have seen settled. Many blocks copy by registers; where others
+// bring experts ahead, from sm_90, a few threads of a few blocks do, through rings in shared memory on multiprocessors of their own, and nobody
+// waits for room.
 // tiers_ahead: from sm_90, as many blocks, of 128 threads, shared stages * 32768.
 // Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 32768 + 12 E + 16 S + 12 ceil(E / 32), of the
-// larger of both layers; stages >= 1 from sm_90, else 0.
+// larger of both layers; stages 0: by registers.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
 #include "common/stream.cuh"
@@ -200,15 +201,8 @@ struct Moves {
     if (ns_per_byte > 0.f) wait_until(free + (u64)((double)((p.part ? (u64)moves * part_bytes(a, 0) : 0) + (u64)p.m * part_bytes(a, p.part) + p.end) * ns_per_byte));
     add_release(arrived + p.part * MOST + p.m, 1);
   }
-  // ring_sh: `stages` of 32 KB, full_sh: as many barriers, not used yet
-  DEV void copy(char* ring_sh, u64* full_sh, int stages) const {
-#if __CUDA_ARCH__ >= 900
-    // A thread of each of the first warps has two stages and a share of the block's pieces: counting a piece takes as long as sending it.
-    const int warp = threadIdx.x >> 5, workers = max_int(stages / 2, 1);
-    if (warp >= workers || (threadIdx.x & 31) != 0) return;
-    stages /= workers, ring_sh += warp * stages * PIECE, full_sh += warp * stages;
-    Moves{a, moves, mine * workers + warp, step * workers, from_sh, to_sh, arrived, free, ns_per_byte}.copy_alone(ring_sh, full_sh, stages);
-#else
+  // By registers.
+  DEV void copy() const {
 #pragma unroll 1
     for (int item = mine; item < items(); item += step) {
       const Piece p = piece(item);
@@ -223,9 +217,16 @@ struct Moves {
       __syncthreads();
       if (threadIdx.x == 0) count(p);
     }
-#endif
   }
 #if __CUDA_ARCH__ >= 900
+  // Through `stages` of 32 KB in ring_sh; full_sh: as many barriers, not used yet. A thread of each of the first warps has two stages and a
+  // share of the block's pieces: counting a piece takes as long as sending it.
+  DEV void copy_through(char* ring_sh, u64* full_sh, int stages) const {
+    const int warp = threadIdx.x >> 5, workers = max_int(stages / 2, 1);
+    if (warp >= workers || (threadIdx.x & 31) != 0) return;
+    stages /= workers, ring_sh += warp * stages * PIECE, full_sh += warp * stages;
+    Moves{a, moves, mine * workers + warp, step * workers, from_sh, to_sh, arrived, free, ns_per_byte}.copy_alone(ring_sh, full_sh, stages);
+  }
   DEV void copy_alone(char* ring_sh, u64* full_sh, int stages) const {
     const int num = (max_int(items() - mine, 0) + step - 1) / step;
     const auto ask = [&](int n) {
@@ -400,8 +401,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
 #pragma unroll 1
     for (int m = threadIdx.x; m < moves; m += THREADS) from_sh[m] = here.host[known.expert[m]], to_sh[m] = here.slots + (u64)known.slot[m] * here.run_bytes;
     __syncthreads();
-    Moves{here, moves, (int)blockIdx.x - 1, (int)gridDim.x - 1, from_sh, to_sh, arrived, direct_sent, a.ns_per_byte}.copy(fetch_sh, full_sh, a.stages);
-    return;
+    const Moves own{here, moves, (int)blockIdx.x - 1, (int)gridDim.x - 1, from_sh, to_sh, arrived, direct_sent, a.ns_per_byte};
+#if __CUDA_ARCH__ >= 900
+    if (a.stages) return own.copy_through(fetch_sh, full_sh, a.stages);
+#endif
+    return own.copy();
   }
 
   if (a.ns_per_byte > 0.f) wait_until(direct_sent);  // the products read as fast as the link is
@@ -499,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tiers_ahead(const __grid_c
   barrier_init_done();
   if (t < count) from_sh[t] = set.from[t], to_sh[t] = set.to[t];
   __syncthreads();
-  Moves{a.at, count, (int)blockIdx.x, (int)gridDim.x, from_sh, to_sh, a.arrived, set.link_from, a.ns_per_byte}.copy(fetch_sh, full_sh, a.stages);
+  Moves{a.at, count, (int)blockIdx.x, (int)gridDim.x, from_sh, to_sh, a.arrived, set.link_from, a.ns_per_byte}.copy_through(fetch_sh, full_sh, a.stages);
   __syncthreads();
   if (t != 0) return;
   __threadfence();

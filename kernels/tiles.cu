@@ -361,6 +361,40 @@ extern "C" __global__ void tiles_shares(float* shares, const float* gates, int t
   }
 }
 
+// Roots of what each token counts for sets of rows of a head: roots[s, t] = sqrt(sum over rows r of set s of p_r (1 - p_r)), p = softmax of
+// logits[t]. Sixteen sets at most. Grid (n), block 256.
+constexpr int MOST_SETS = 16;
+extern "C" __global__ void tiles_weigh(float* roots, int roots_stride, const float* logits, const unsigned char* of, int num_rows, int num_sets) {
+  __shared__ float part_sh[8], sums_sh[MOST_SETS][256];
+  const float* row = logits + (size_t)blockIdx.x * num_rows;
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  float top = -INFINITY_F, all = 0;
+  for (int s = 0; s < MOST_SETS; s++) sums_sh[s][threadIdx.x] = 0;
+  for (int r = threadIdx.x; r < num_rows; r += 256) top = fmaxf(top, row[r]);
+  top = warp_max(top);
+  if (lane == 0) part_sh[warp] = top;
+  __syncthreads();
+  for (int w = 0; w < 8; w++) top = fmaxf(top, part_sh[w]);
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_rows; r += 256) all += expf(row[r] - top);
+  all = warp_sum(all);
+  if (lane == 0) part_sh[warp] = all;
+  __syncthreads();
+  all = 0;
+  for (int w = 0; w < 8; w++) all += part_sh[w];
+  for (int r = threadIdx.x; r < num_rows; r += 256) {
+    float p = expf(row[r] - top) / all;
+    sums_sh[of[r]][threadIdx.x] += p * (1 - p);
+  }
+  __syncthreads();
+  for (int s = warp; s < num_sets; s += 8) {
+    float sum = 0;
+    for (int i = lane; i < 256; i += 32) sum += sums_sh[s][i];
+    sum = warp_sum(sum);
+    if (lane == 0) roots[(size_t)s * roots_stride + blockIdx.x] = sqrtf(sum);
+  }
+}
+
 // Scores of one run of tokens, scores[h, t, s] = scale * q[t, h] . k[s, h / group] for s <= t. Grid (n / 128, n / 128, H).
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_scores(float* scores, const float* q, int q_stride, const float* k, int k_stride, int num_tok, int dim, int group, float scale) {
   int first_key = blockIdx.x * TILE, first_tok = blockIdx.y * TILE;
@@ -466,6 +500,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void tiles_forth(float*
       dst[at] = g[at] + sums[i][j];
     }
   }
+}
+
+// dst[i] = src[rows[i]], [n, cols]. Grid any, block any.
+extern "C" __global__ void tiles_pick(float* dst, const float* src, const int* rows, int cols, u64 n) {
+  for (u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x; i < n * cols; i += (u64)gridDim.x * blockDim.x) dst[i] = src[(u64)rows[i / cols] * cols + i % cols];
 }
 
 // dst[r, c] = w[r, c]. Grid any, block any.

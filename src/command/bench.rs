@@ -51,6 +51,8 @@ struct Row {
     /// Shares of the memory bandwidth on the data sheet and as measured.
     share_of_spec: Option<f64>,
     share_of_measured: Option<f64>,
+    /// The host's own work a step, microseconds, of which most is done while the device computes.
+    host_us: Option<f64>,
     blocks: Option<Vec<measure::BlockTime>>,
     /// Of the experts while decoding, where not all are in the GPU's memory.
     experts: Option<Fetching>,
@@ -86,6 +88,8 @@ struct Run {
     ttft_ms: Vec<f64>,
     prefill_s: f64,
     steps_ms: Vec<f64>,
+    /// Part of the steps in which the host waited for the device.
+    waited_ms: Option<f64>,
     traffic: Option<Traffic>,
     clocks: Option<Reading>,
 }
@@ -264,6 +268,7 @@ fn one(engine: &mut Engine, args: &BenchArgs, batch: usize, watch: Option<&mut W
     }
     let prefill_s = start.elapsed().as_secs_f64();
     engine.take_traffic()?;
+    engine.take_waited();
     let mut steps_ms = Vec::with_capacity(args.generate);
     let mut before = Instant::now();
     let mut samplers = vec![Sampler::new(SamplerConfig::default())?; batch];
@@ -276,7 +281,8 @@ fn one(engine: &mut Engine, args: &BenchArgs, batch: usize, watch: Option<&mut W
         ControlFlow::Continue(())
     })?;
     let clocks = watch.map(Watch::sample).transpose()?;
-    Ok(Run { ttft_ms, prefill_s, steps_ms, traffic: engine.take_traffic()?, clocks })
+    let waited_ms = engine.take_waited().map(|waited| waited.as_secs_f64() * 1e3);
+    Ok(Run { ttft_ms, prefill_s, steps_ms, waited_ms, traffic: engine.take_traffic()?, clocks })
 }
 
 /// Prompts in order, cut and packed into passes of `most` tokens; each part is a prompt and a range of it.
@@ -338,6 +344,7 @@ fn row(
         bytes_per_tok: None,
         share_of_spec: None,
         share_of_measured: None,
+        host_us: host_us(runs),
         blocks: None,
         experts: None,
     };
@@ -360,6 +367,13 @@ fn row(
         }
     }
     Ok(row)
+}
+
+/// The host's own work a step.
+fn host_us(runs: &[Run]) -> Option<f64> {
+    let waited: Option<f64> = runs.iter().map(|r| r.waited_ms).sum();
+    let (all, steps) = (runs.iter().flat_map(|r| &r.steps_ms).sum::<f64>(), runs.iter().map(|r| r.steps_ms.len()).sum::<usize>());
+    waited.map(|waited| 1e3 * (all - waited) / steps as f64)
 }
 
 /// What went over the link in all runs together; `step_bytes` is what a step reads in all.
@@ -415,6 +429,7 @@ fn report(
         "p95",
         "ITL p50",
         "p99",
+        "host",
         "prefill tok/s",
         "MB/tok",
         "of spec",
@@ -436,6 +451,7 @@ fn report(
                 format!("{:.1} ms", r.ttft_ms_p95),
                 format!("{:.3} ms", r.itl_ms_p50),
                 format!("{:.3} ms", r.itl_ms_p99),
+                r.host_us.map_or("-".into(), |us| format!("{us:.0} us")),
                 format!("{:.0}", r.prefill_tok_s),
                 r.bytes_per_tok.map_or("-".into(), |b| format!("{:.0}", b / 1e6)),
                 percent(r.share_of_spec),

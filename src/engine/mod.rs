@@ -88,6 +88,14 @@ impl Engine {
         }
     }
 
+    /// For how long decoding has waited for a device since this was last asked; `None` where there is none.
+    pub fn take_waited(&mut self) -> Option<std::time::Duration> {
+        match self {
+            Engine::Cpu(_) => None,
+            Engine::Cuda(e) => Some(e.take_waited()),
+        }
+    }
+
     /// What did not go as planned since this was last asked, a sentence each.
     pub fn take_notes(&mut self) -> Vec<String> {
         match self {

@@ -54,6 +54,12 @@ impl Moments {
         }
     }
 
+    /// Full ones of so many tokens that were summed elsewhere: `[K, K]`, the lower triangle valid.
+    pub fn of(cols: usize, tokens: usize, sums: Vec<f32>) -> Self {
+        debug_assert_eq!(sums.len(), cols * cols);
+        Self { tokens, sums, ..Self::new(cols, true) }
+    }
+
     /// Adds by how much inputs `x`, `[T, K]`, differ from those that the matrix was made for, `made_for`; rows weighted as those of
     /// [`Moments::add`]. Needs full moments.
     pub fn add_drift(&mut self, made_for: &[f32], x: &[f32]) {

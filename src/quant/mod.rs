@@ -6,3 +6,4 @@ pub mod ggml;
 pub mod gptq;
 pub mod round;
 mod search;
+pub mod sets;

@@ -9,7 +9,6 @@
 
 mod gather;
 mod processor;
-mod sets;
 mod stage;
 mod walk;
 

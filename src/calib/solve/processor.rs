@@ -1,16 +1,15 @@
 //! Choosing codes on the processor: the reference.
 
-use super::sets::{Set, Sets};
 use crate::artifact::weights::Weights;
 use crate::calib::hidden::Hidden;
+use crate::engine::cpu::route::softmax;
 use crate::engine::cpu::{Engine, experts};
 use crate::engine::solver::{Chosen, ExpertWork, Inputs, Job, Solver, SolverError, Spent, Work};
 use crate::engine::{Batch, EngineError, Event};
 use crate::ids::{ExpertId, TensorId};
 use crate::model::plan::{Plan, Slot};
-use crate::quant::format::OwnedPacked;
-use crate::quant::gptq::{Feedback, FeedbackError, Loss, Moments};
-use crate::quant::round::Rounding;
+use crate::quant::gptq::{Feedback, Moments};
+use crate::quant::sets::Sets;
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,10 +21,38 @@ struct Stream {
     hidden: Hidden,
 }
 
+/// Tokens whose logits are in memory together.
+const LOGIT_TOK: usize = 128;
+
 /// Second moments of all inputs, and of the sets that a head's rows are divided into.
 pub(super) struct Sums {
     all: Moments,
     sets: Sets,
+    of_sets: Vec<Moments>,
+}
+
+impl Sums {
+    /// Adds inputs `x`, `[T, D]`, to the sets whose tokens are likely by the logits of `source`, which has its own in this slot.
+    fn add_to_sets(&mut self, x: &[f32], source: &mut Engine, slot: Slot) -> Result<(), EngineError> {
+        let cols = source.weights().spec().width;
+        let made_for = source.slot(slot).to_vec();
+        let mut weights: Vec<Vec<f32>> = self.sets.all.iter().map(|_| Vec::new()).collect();
+        for made_for in made_for.chunks(LOGIT_TOK * cols) {
+            let mut logits = source.logits(made_for)?;
+            let each = logits.par_chunks_exact_mut(self.sets.of.len()).map(|row| {
+                softmax(row);
+                self.sets.weigh(row)
+            });
+            let each: Vec<Vec<f32>> = each.collect();
+            each.iter().for_each(|of_token| weights.iter_mut().zip(of_token).for_each(|(w, x)| w.push(*x)));
+        }
+        for ((set, moments), weights) in self.sets.all.iter_mut().zip(&mut self.of_sets).zip(weights) {
+            let weighted = x.chunks_exact(cols).zip(&weights).flat_map(|(row, w)| row.iter().map(|x| x * w.sqrt()));
+            moments.add(&weighted.collect::<Vec<f32>>());
+            set.count(weights.into_iter());
+        }
+        Ok(())
+    }
 }
 
 /// The reference engine, and the source beside it where matrices make up for what was chosen before them.
@@ -203,11 +230,16 @@ impl Solver for Processor {
                 _ => Ok(Sets::default()),
             }
         };
-        inputs.iter().map(|x| Ok(Sums { all: Moments::new(x.cols, full), sets: sets(x.head)? })).collect()
+        let sums = |x: &Inputs| {
+            let sets = sets(x.head)?;
+            let of_sets = sets.all.iter().map(|_| Moments::new(x.cols, full)).collect();
+            Ok(Sums { all: Moments::new(x.cols, full), sets, of_sets })
+        };
+        inputs.iter().map(sums).collect()
     }
 
     fn lift(&mut self, moments: Moments) -> Result<Sums, SolverError> {
-        Ok(Sums { all: moments, sets: Sets::default() })
+        Ok(Sums { all: moments, sets: Sets::default(), of_sets: Vec::new() })
     }
 
     fn tokens(&self, sums: &Sums) -> Result<usize, SolverError> {
@@ -227,7 +259,7 @@ impl Solver for Processor {
         if !sums.sets.all.is_empty() {
             let x = x.to_vec();
             let source = self.source.as_mut().map_or(&mut self.own.engine, |s| &mut s.engine);
-            sums.sets.add(&x, source, slot)?;
+            sums.add_to_sets(&x, source, slot)?;
         }
         self.spend(Work::Moments, started);
         Ok(())
@@ -256,70 +288,22 @@ impl Solver for Processor {
 }
 
 fn choose(weights: &Weights, job: Job<Sums>) -> Result<Vec<Chosen>, SolverError> {
-    let Job { sums: Sums { all, sets }, matrices } = job;
+    let Job { sums: Sums { all, sets, of_sets }, matrices } = job;
     let Some(first) = matrices.first().map(|(id, _)| *id) else { return Ok(Vec::new()) };
     let ready = |moments: &Moments| Feedback::new(moments).map_err(|source| SolverError::Codes { id: first, source });
     let feedback = ready(&all)?;
-    let sets: Vec<(&Set, Feedback)> =
-        sets.all.iter().map(|set| Ok((set, ready(&set.moments(&all))?))).collect::<Result<_, SolverError>>()?;
-    drop(all);
+    let each = sets.all.iter().zip(&of_sets).map(|(set, own)| ready(&set.moments(own, &all)));
+    let each: Vec<Feedback> = each.collect::<Result<_, _>>()?;
+    drop((all, of_sets));
     let mut found = Vec::new();
     for (id, ways) in matrices {
         let Some(weight) = weights.get(id) else { continue };
         let values = weight.to_f32().map_err(|e| SolverError::Weight { id, source: Box::new(e) })?;
         let quantize = |how| {
-            if sets.is_empty() { feedback.quantize(&values, how) } else { by_sets(&feedback, &sets, &values, how) }
+            if each.is_empty() { feedback.quantize(&values, how) } else { sets.quantize(&feedback, &each, &values, how) }
         };
         let codes = ways.iter().map(quantize).collect::<Result<_, _>>();
         found.push(Chosen { id, codes: codes.map_err(|source| SolverError::Codes { id, source })?, damping: feedback.damping });
     }
     Ok(found)
-}
-
-/// Quantizes what would best do the work of `src`, `[R, K]`, by all its inputs, the rows of a set weighed by the set's own moments.
-fn by_sets(all: &Feedback, sets: &[(&Set, Feedback)], src: &[f32], how: &Rounding) -> Result<(OwnedPacked, Loss), FeedbackError> {
-    let aim = all.aim(src);
-    let rows: usize = sets.iter().map(|(set, _)| set.rows.len()).sum();
-    let cols = src.len() / rows.max(1);
-    let mut out = OwnedPacked::zeroed(rows, cols, how.format(), how.scale_dtype);
-    let mut loss = Loss::default();
-    for (set, feedback) in sets {
-        let own: Vec<f32> = set.rows.iter().flat_map(|&r| aim[r * cols..(r + 1) * cols].iter().copied()).collect();
-        let (packed, of_rows) = feedback.quantize(&own, how).map_err(|e| e.of_rows(|row| set.rows[row]))?;
-        out.place(&packed, &set.rows);
-        loss += of_rows;
-    }
-    Ok((out, loss))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::quant::format::{Bits, Group, Zero};
-    use crate::quant::round;
-    use crate::tensor::Dtype;
-
-    /// Rows come back to their places with codes, scales and zero points: where sets know no more than all tokens do, they change nothing,
-    /// bit for bit. Fails if a row is put a place off, or the matrix is quantized in place of its aim.
-    #[test]
-    fn sets_that_know_nothing_change_nothing() {
-        let (rows, k, tokens) = (200, 64, 300);
-        let value = |i: usize| ((i * 7919 + i * i % 613) % 1009) as f32 / 504.5 - 1.0;
-        let head: Vec<f32> = (0..rows * k).map(value).collect();
-        let x: Vec<f32> = (0..tokens * k).map(|i| value(i + 5) + value(i / k)).collect();
-        let mut all = Moments::new(k, true);
-        all.add(&x);
-        all.add_drift(&x.iter().map(|v| 1.1 * v).collect::<Vec<f32>>(), &x);
-        let feedback = Feedback::new(&all).unwrap();
-        let sets = Sets::divide(&head, k);
-        assert!(sets.all.len() > 1);
-        let sets: Vec<_> = sets.all.iter().map(|set| (set, Feedback::new(&set.moments(&all)).unwrap())).collect();
-        for zero in [Zero::Middle, Zero::Point] {
-            let (bits, group, scale_dtype) = (Bits::Four, Group::Of(32), Dtype::BF16);
-            let how = Rounding { bits, group, zero, method: round::Method::Search, scale_dtype, positive_scales: false };
-            let (whole, _) = feedback.quantize(&head, &how).unwrap();
-            let (parts, _) = by_sets(&feedback, &sets, &head, &how).unwrap();
-            assert_eq!(parts, whole);
-        }
-    }
 }

@@ -174,7 +174,7 @@ impl Engine {
             let tables = (self.store.addresses(b.layer), self.store.table(b.layer));
             tiers.ahead(args, b.layer, tables, b.guess, self.ahead, self.limits())
         });
-        let launch = tiers.launch(layer, behind.map(|b| b.layer), self.limits());
+        let launch = tiers.launch(layer, behind.map(|b| b.layer), self.ahead > 0, self.limits());
         let args = FetchArgs { stages: launch.stages as i32, ..args };
         self.fast.launch("tiers_fetch", launch.grid, &args)?;
         if args.next.e > 0 {

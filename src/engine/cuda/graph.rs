@@ -20,6 +20,7 @@ use rayon::prelude::*;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Token ids on their way to the host at a time.
 const RING: usize = 4;
@@ -48,6 +49,8 @@ pub(super) struct Decode {
     /// Pages of each row of the table as uploaded.
     uploaded: Vec<(SeqId, usize)>,
     ring: Vec<(Pinned, Event)>,
+    /// Time spent waiting for chosen ids.
+    waited: Duration,
 }
 
 /// Cosines and sines of all positions.
@@ -105,6 +108,7 @@ impl Decode {
             rotation: None,
             graphs: HashMap::new(),
             uploaded: Vec::new(),
+            waited: Duration::ZERO,
             ring: ring.collect::<Result<_, CudaError>>()?,
         })
     }
@@ -148,6 +152,11 @@ impl Engine {
             self.pages.set_len(s.seq, s.start + 1);
         }
         Ok(())
+    }
+
+    /// For how long decoding has waited for the device since this was last asked; the rest of its time is the host's own work.
+    pub fn take_waited(&mut self) -> Duration {
+        std::mem::take(&mut self.decode.waited)
     }
 
     /// Continues sequences for `steps` tokens. `on` sees the chosen ids of every step, one step behind the device, and may stop.
@@ -389,7 +398,9 @@ impl Engine {
     /// `[ids of DECODE_TOK sequences, their faults]`.
     fn receive_tokens(&mut self, turn: usize) -> Result<Vec<u32>, CudaError> {
         let (pinned, event) = &self.decode.ring[turn];
+        let started = Instant::now();
         event.wait()?;
+        self.decode.waited += started.elapsed();
         Ok(pinned.as_slice().chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 }

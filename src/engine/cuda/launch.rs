@@ -76,10 +76,9 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// What is left where multiprocessors are kept for [`fetch`], and for [`bring`].
+    /// What is left where [`bring`] copies while others compute, and so has multiprocessors of its own, as [`fetch`] then.
     pub fn beside_fetches(self, ahead: bool) -> Self {
-        let blocks = ring(self).1;
-        let kept = if self.bulk_copies { 1 + blocks + if ahead { blocks } else { 0 } } else { 0 };
+        let kept = if ahead && self.bulk_copies { 1 + 2 * ring(self).1 } else { 0 };
         Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
     }
 }
@@ -563,10 +562,11 @@ fn ring(limits: Limits) -> (usize, usize) {
     (stages, COPY_AHEAD.div_ceil(stages * COPY_PIECE))
 }
 
-/// Missing experts over the link, of layers with so many experts and slots: the one they are for and the one behind.
-pub fn fetch(layers: &[(usize, usize)], limits: Limits) -> FetchLaunch {
+/// Missing experts over the link, of layers with so many experts and slots: the one they are for and the one behind. By registers of many
+/// blocks, which begin sooner, or through rings of a few, which leave room for what others do meanwhile if any are brought `ahead`.
+pub fn fetch(layers: &[(usize, usize)], ahead: bool, limits: Limits) -> FetchLaunch {
     let known = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
-    let (stages, blocks) = if limits.bulk_copies { ring(limits) } else { (0, COPY_BLOCKS.min(limits.num_sm)) };
+    let (stages, blocks) = if ahead && limits.bulk_copies { ring(limits) } else { (0, COPY_BLOCKS.min(limits.num_sm)) };
     let grid = Grid::new([1 + blocks, 1, 1], 256).shared(stages * COPY_PIECE + known.unwrap_or(0));
     FetchLaunch { grid, stages }
 }
@@ -700,13 +700,15 @@ mod tests {
     #[test]
     fn experts_are_brought_through_rings_that_fit() {
         let small = Limits { bulk_copies: true, ..RTX_3090 };
-        for (limits, stages, blocks) in [(H200, 6, 4), (small, 2, 10), (RTX_3090, 0, 65)] {
-            let found = fetch(&[(128, 64), (1024, 1024)], limits);
+        for (limits, ahead, stages, blocks) in
+            [(H200, true, 6, 4), (small, true, 2, 10), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
+        {
+            let found = fetch(&[(128, 64), (1024, 1024)], ahead, limits);
             assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
             assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
         }
         assert_eq!(H200.beside_fetches(true).num_sm, 132 - 7);
-        assert_eq!(RTX_3090.beside_fetches(true).num_sm, 82);
+        assert_eq!((RTX_3090.beside_fetches(true).num_sm, H200.beside_fetches(false).num_sm), (82, 132));
     }
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.

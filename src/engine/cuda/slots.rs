@@ -439,10 +439,10 @@ impl Tiers {
         self.layers.get(&layer).is_some_and(|s| s.num_slots < s.runs.num)
     }
 
-    /// How the kernel is launched for a layer, and for the one behind that it looks ahead to.
-    pub(super) fn launch(&self, layer: u32, next: Option<u32>, limits: Limits) -> FetchLaunch {
+    /// How the kernel is launched for a layer, and for the one behind that it looks ahead to; `ahead`: some look ahead.
+    pub(super) fn launch(&self, layer: u32, next: Option<u32>, ahead: bool, limits: Limits) -> FetchLaunch {
         let sizes = [Some(layer), next].into_iter().flatten().filter_map(|l| self.layers.get(&l));
-        launch::fetch(&sizes.map(|s| (s.runs.num, s.num_slots)).collect::<Vec<_>>(), limits)
+        launch::fetch(&sizes.map(|s| (s.runs.num, s.num_slots)).collect::<Vec<_>>(), ahead, limits)
     }
 
     /// The list that the products take after it.

@@ -16,12 +16,14 @@ kernels! {
         tiles_products(sums: u64, left: Side, right: Side, lists: u64, counts: u64, cap: i32, experts: u64);
         tiles_less(dst: u64, a: u64, b: u64, factor: f32, n: u64);
         tiles_shares(shares: u64, gates: u64, top_k: i32, n: u64);
+        tiles_weigh(roots: u64, roots_stride: i32, logits: u64, of: u64, num_rows: i32, num_sets: i32);
         tiles_scores(scores: u64, q: u64, q_stride: i32, k: u64, k_stride: i32, num_tok: i32, dim: i32, group: i32, scale: f32);
         tiles_softmax(scores: u64, num_tok: i32, window: i32);
         tiles_mix(dst: u64, dst_stride: i32, scores: u64, v: u64, v_stride: i32, num_tok: i32, dim: i32, group: i32);
         tiles_rows(dst: u64, a: u64, a_stride: i32, a_from: i32, b: u64, b_from: i32, tiles: u64, cols: i32, depth: i32, n_from: i32, subtract: i32);
         tiles_back(dst: u64, g: u64, upper: u64, weight: u64, tiles: u64, cols: i32);
         tiles_forth(dst: u64, g: u64, upper: u64, tiles: u64, cols: i32);
+        tiles_pick(dst: u64, src: u64, rows: u64, cols: i32, n: u64);
         tiles_decode(dst: u64, w: Matrix);
     }
 }

@@ -28,9 +28,9 @@ const FINE: usize = 32;
 const EQUATION_BYTES: usize = 512 << 20;
 
 /// Moments of the jobs of a run, ready for use.
-struct Factors {
+pub(super) struct Factors {
     bases: Vec<Basis>,
-    dampings: Vec<f64>,
+    pub dampings: Vec<f64>,
     /// Whether feedback has anything to carry.
     fed: Vec<bool>,
     /// Addresses, one for each job.
@@ -46,14 +46,17 @@ struct Factors {
 }
 
 /// A job with its place among those that were given.
-type Numbered = (usize, Job<Sums>);
+pub(super) type Numbered = (usize, Job<Sums>);
 
-/// A matrix of a run.
-struct Placed<'a> {
-    job: usize,
-    id: TensorId,
-    weight: Weight<'a>,
-    first_row: usize,
+/// A matrix of a run, or some rows of one.
+pub(super) struct Placed<'a> {
+    pub job: usize,
+    pub id: TensorId,
+    pub weight: Weight<'a>,
+    pub first_row: usize,
+    pub rows: usize,
+    /// Which rows of the weight, where not all.
+    pub which: Option<&'a [usize]>,
 }
 
 /// The best so far, or a try: codes `[R, K]`, scales `[R, K / group]`, losses `[R]`.
@@ -68,7 +71,11 @@ impl Solver {
     pub(super) fn choose_all(&mut self, weights: &Weights, jobs: Vec<Job<Sums>>) -> Result<Vec<Vec<Chosen>>, SolverError> {
         let mut found: Vec<Vec<Chosen>> = jobs.iter().map(|_| Vec::new()).collect();
         let mut widths: BTreeMap<(usize, bool), Vec<Numbered>> = BTreeMap::new();
-        for (i, job) in jobs.into_iter().enumerate() {
+        for (i, mut job) in jobs.into_iter().enumerate() {
+            if let Some(head) = job.sums.head.take() {
+                found[i] = self.choose_by_sets(weights, job, *head)?;
+                continue;
+            }
             widths.entry((job.sums.cols, job.sums.full)).or_default().push((i, job));
         }
         for ((cols, full), jobs) in widths {
@@ -99,7 +106,7 @@ impl Solver {
             for (id, _) in &job.matrices {
                 let Some(weight) = weights.get(*id) else { continue };
                 rows += weight.rows;
-                placed.push(Placed { job: j, id: *id, first_row: rows - weight.rows, weight });
+                placed.push(Placed { job: j, id: *id, first_row: rows - weight.rows, rows: weight.rows, which: None, weight });
             }
         }
         let Some((_, first)) = run.first().filter(|_| rows > 0) else { return Ok(()) };
@@ -134,7 +141,7 @@ impl Solver {
     }
 
     /// Brings matrices to the device as floats, `[R, K]`.
-    fn bring(&self, placed: &[Placed<'_>], rows: usize, cols: usize) -> Result<Buffer, SolverError> {
+    pub(super) fn bring(&self, placed: &[Placed<'_>], rows: usize, cols: usize) -> Result<Buffer, SolverError> {
         fn stored<'w>(p: &Placed<'w>) -> Option<(Kind, &'w [u8])> {
             match &p.weight.data {
                 Data::Plain { dtype, bytes } => Some((float_kind(*dtype), *bytes)),
@@ -159,7 +166,7 @@ impl Solver {
                 (_, Some(matrix)) => decoded.push((p.first_row, matrix)),
                 (Some((kind, bytes)), None) => {
                     stager.push(&raw, at, bytes)?;
-                    let (rows, group) = (p.weight.rows as i32, cols as i32);
+                    let (rows, group) = (p.rows as i32, cols as i32);
                     let matrix = Matrix { data: raw.at(at), rows, cols: cols as i32, group, kind, ..Matrix::NONE };
                     decoded.push((p.first_row, matrix));
                     at += aligned(bytes.len());
@@ -180,7 +187,13 @@ impl Solver {
     }
 
     /// Makes of matrices `src` those to come nearest to: `src + (src drift + debt) H^-1`, as `Feedback` does.
-    fn aim(&self, run: &[Numbered], placed: &[Placed<'_>], src: &Buffer, factors: &Factors) -> Result<(), SolverError> {
+    pub(super) fn aim(
+        &self,
+        run: &[Numbered],
+        placed: &[Placed<'_>],
+        src: &Buffer,
+        factors: &Factors,
+    ) -> Result<(), SolverError> {
         let sums = |p: &Placed<'_>| &run[p.job].1.sums;
         let owed: Vec<&Placed<'_>> = placed.iter().filter(|p| factors.fed[p.job] && sums(p).drift != 0).collect();
         let Some(cols) = owed.first().map(|p| sums(p).cols) else { return Ok(()) };
@@ -222,7 +235,7 @@ impl Solver {
     }
 
     /// Shrinks, damps and factorises the moments of some jobs of one width.
-    fn factors(&self, run: &[Numbered]) -> Result<Factors, SolverError> {
+    pub(super) fn factors(&self, run: &[Numbered]) -> Result<Factors, SolverError> {
         let (device, n) = (&self.device, run.len());
         let (cols, full) = run.first().map_or((0, false), |(_, job)| (job.sums.cols, job.sums.full));
         let side = cols.next_multiple_of(SIDE);
@@ -340,7 +353,7 @@ impl Solver {
     }
 
     /// Codes and scales of matrices that are stored alike, among all rows of a run.
-    fn search(
+    pub(super) fn search(
         &self,
         placed: &[&Placed<'_>],
         rows: usize,
@@ -375,10 +388,10 @@ impl Solver {
         let (before, after, whole) = (before?, after?, whole?);
         let mut results = Vec::with_capacity(placed.len());
         for p in placed {
-            let mut packed = OwnedPacked::zeroed(p.weight.rows, cols, how.format(), how.scale_dtype);
+            let mut packed = OwnedPacked::zeroed(p.rows, cols, how.format(), how.scale_dtype);
             self.device.download(&mut packed.words, &words, 4 * p.first_row * words_each)?;
             self.device.download(&mut packed.scales, &scales, scale_bytes * p.first_row * (cols / group))?;
-            let sum = |x: &[f64]| x[p.first_row..p.first_row + p.weight.rows].iter().sum::<f64>() * factors.bases[p.job].mean;
+            let sum = |x: &[f64]| x[p.first_row..p.first_row + p.rows].iter().sum::<f64>() * factors.bases[p.job].mean;
             results.push((packed, Loss { before: sum(&before), after: sum(&after), whole: sum(&whole) }));
         }
         Ok(results)
@@ -408,9 +421,9 @@ impl Lists {
         let (mut fine, mut each): (Vec<Tile>, Vec<(Tile, usize)>) = Default::default();
         for p in placed {
             let of = |most: usize| {
-                (0..p.weight.rows).step_by(most).map(move |first| Tile {
+                (0..p.rows).step_by(most).map(move |first| Tile {
                     first: (p.first_row + first) as i32,
-                    rows: (p.weight.rows - first).min(most) as i32,
+                    rows: (p.rows - first).min(most) as i32,
                     moments: p.job as i32,
                     pad: 0,
                 })
@@ -671,9 +684,9 @@ impl<'a> Search<'a> {
         }
         let (at, cols) = ((bad[0] / 2) as usize, self.form.cols as usize);
         let (row, col) = (at / cols, at % cols);
-        let found = placed.iter().find(|p| (p.first_row..p.first_row + p.weight.rows).contains(&row));
+        let found = placed.iter().find(|p| (p.first_row..p.first_row + p.rows).contains(&row));
         Ok(found.map(|p| {
-            let row = row - p.first_row;
+            let row = p.which.map_or(row - p.first_row, |which| which[row - p.first_row]);
             let error = if bad[0].is_multiple_of(2) {
                 RoundError::NonFinite { row, col }
             } else {

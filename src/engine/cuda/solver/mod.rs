@@ -3,6 +3,7 @@
 //! Hidden states stay on the device. Weights come to it part by part, those that are still to be chosen only to be quantized.
 
 mod codes;
+mod heads;
 mod kernels;
 
 use super::device::{CudaError, Device};
@@ -19,6 +20,7 @@ use crate::model::plan::{self, Plan, Slot};
 use crate::model::spec::Ffn;
 use crate::quant::gptq::Moments;
 use cudarc::driver::result;
+use heads::Head;
 use kernels::Kernels;
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,6 +44,8 @@ pub struct Sums {
     tokens: usize,
     counted: Option<(Arc<Buffer>, usize)>,
     totals: Arc<Buffer>,
+    /// Of a head whose rows are told apart.
+    head: Option<Box<Head>>,
 }
 
 impl Sums {
@@ -349,9 +353,14 @@ impl Place for Solver {
                 tokens: 0,
                 counted: None,
                 totals: Arc::clone(&totals),
+                head: None,
             }
         });
-        Ok(sums.collect())
+        let mut sums: Vec<Sums> = sums.collect();
+        for (sums, inputs) in sums.iter_mut().zip(inputs).filter(|_| full) {
+            sums.head = inputs.head.map(|id| self.divide(id)).transpose()?.flatten().map(Box::new);
+        }
+        Ok(sums)
     }
 
     fn lift(&mut self, moments: Moments) -> Result<Sums, SolverError> {
@@ -373,6 +382,9 @@ impl Place for Solver {
         let x = self.side(slot, sums.cols);
         self.timed(Work::Moments, |s| {
             let debt = sums.debt;
+            if let Some(head) = &mut sums.head {
+                s.add_to_sets(head, slot, x)?;
+            }
             s.add_inputs(&mut [sums], slot, x, &Over::ALL)?;
             match s.source.as_ref().filter(|_| debt != 0) {
                 Some(beside) => Ok(s.add_products(&[debt], s.missing(beside)?, x, &Over::ALL)?),

@@ -1,51 +1,53 @@
 //! Rows of a head by what they compete for: an error of a logit counts where its token is likely, and tokens that are likely at the
-//! same places can share second moments. Must not know how codes are chosen.
+//! same places can share second moments. Must not know where logits come from.
 
-use crate::engine::EngineError;
-use crate::engine::cpu::Engine;
-use crate::engine::cpu::route::softmax;
-use crate::model::plan::Slot;
-use crate::quant::gptq::Moments;
+use super::format::OwnedPacked;
+use super::gptq::{Feedback, FeedbackError, Loss, Moments};
+use super::round::Rounding;
 use rayon::prelude::*;
 
 /// Most sets.
-const SETS: usize = 16;
+pub const SETS: usize = 16;
 /// Most bytes of all their moments. A constant, since codes must not depend on how much memory there is.
 const MOST_BYTES: u64 = 1 << 30;
 /// Rows a set has at least on average.
 const LEAST_ROWS: usize = 64;
 /// Rounds of moving rows to the set whose mean they are nearest to.
 const ROUNDS: usize = 10;
-/// Tokens whose logits are in memory together.
-const TOKENS: usize = 128;
 
 /// Rows that share second moments.
-pub(super) struct Set {
+pub struct Set {
     /// In rising order.
     pub rows: Vec<usize>,
-    /// Of the head's inputs, a token weighted by the sum over these rows of `p (1 - p)`, what a squared error of a logit adds to twice
-    /// the divergence where the others are right.
-    moments: Moments,
-    /// Sum of the weights, and of their squares.
+    /// Sum of the weights of tokens, and of their squares.
     weight: [f64; 2],
 }
 
 impl Set {
-    /// Its moments as far as its tokens tell: mixed with those of all tokens by `n / (n + 2 K)`, `n` being the equal weights that would
-    /// be as certain.
-    pub fn moments(&self, all: &Moments) -> Moments {
+    /// Counts tokens of these weights.
+    pub fn count(&mut self, weights: impl Iterator<Item = f32>) {
+        for w in weights.map(f64::from) {
+            self.weight = [self.weight[0] + w, self.weight[1] + w * w];
+        }
+    }
+
+    /// Its moments as far as its tokens tell: `own`, of inputs a token of which is weighted by the sum over these rows of `p (1 - p)`, what a
+    /// squared error of a logit adds to twice the divergence where the others are right, mixed with those of all tokens by `n / (n + 2 K)`, `n`
+    /// being the equal weights that would be as certain.
+    pub fn moments(&self, own: &Moments, all: &Moments) -> Moments {
         let [sum, squares] = self.weight;
         let n = if squares > 0.0 { sum * sum / squares } else { 0.0 };
-        self.moments.mixed(all, n / (n + 2.0 * all.cols() as f64))
+        own.mixed(all, n / (n + 2.0 * all.cols() as f64))
     }
 }
 
 /// The rows of a head, divided by the directions they look in.
 #[derive(Default)]
-pub(super) struct Sets {
+pub struct Sets {
+    /// Each with rows of its own.
     pub all: Vec<Set>,
     /// The set of each row.
-    of: Vec<u8>,
+    pub of: Vec<u8>,
 }
 
 impl Sets {
@@ -81,36 +83,49 @@ impl Sets {
             });
         }
         let rows_of = |s: usize| (0..rows).filter(|&r| usize::from(of[r]) == s).collect();
-        let all = (0..num_sets).map(|s| Set { rows: rows_of(s), moments: Moments::new(cols, true), weight: [0.0; 2] }).collect();
+        let all = (0..num_sets).map(|s| Set { rows: rows_of(s), weight: [0.0; 2] }).collect();
         Self { all, of }
     }
 
-    /// Adds inputs `x`, `[T, D]`, where `source` has its own in this slot.
-    pub fn add(&mut self, x: &[f32], source: &mut Engine, slot: Slot) -> Result<(), EngineError> {
-        let cols = source.weights().spec().width;
-        let made_for = source.slot(slot).to_vec();
-        let mut weights: Vec<Vec<f32>> = self.all.iter().map(|_| Vec::new()).collect();
-        for made_for in made_for.chunks(TOKENS * cols) {
-            let mut logits = source.logits(made_for)?;
-            let each: Vec<Vec<f32>> = logits.par_chunks_exact_mut(self.of.len()).map(|row| self.weigh(row)).collect();
-            each.iter().for_each(|of_token| weights.iter_mut().zip(of_token).for_each(|(w, x)| w.push(*x)));
-        }
-        for (set, weights) in self.all.iter_mut().zip(weights) {
-            let weighted = x.chunks_exact(cols).zip(&weights).flat_map(|(row, w)| row.iter().map(|x| x * w.sqrt()));
-            set.moments.add(&weighted.collect::<Vec<f32>>());
-            for w in weights.into_iter().map(f64::from) {
-                set.weight = [set.weight[0] + w, set.weight[1] + w * w];
-            }
-        }
-        Ok(())
+    /// What a token of these probabilities, `[V]`, counts for each set.
+    pub fn weigh(&self, probabilities: &[f32]) -> Vec<f32> {
+        let mut weights = vec![0.0; self.all.len()];
+        probabilities.iter().zip(&self.of).for_each(|(p, &set)| weights[usize::from(set)] += p * (1.0 - p));
+        weights
     }
 
-    /// What a token counts for each set. Makes probabilities of its logits.
-    fn weigh(&self, logits: &mut [f32]) -> Vec<f32> {
-        softmax(logits);
-        let mut weights = vec![0.0; self.all.len()];
-        logits.iter().zip(&self.of).for_each(|(p, &set)| weights[usize::from(set)] += p * (1.0 - p));
-        weights
+    /// One matrix of what was chosen for the rows of each set, in order.
+    ///
+    /// # Panics
+    /// If there are no sets.
+    pub fn join(&self, parts: Vec<(OwnedPacked, Loss)>) -> (OwnedPacked, Loss) {
+        let mut parts = self.all.iter().zip(parts).peekable();
+        let like = parts.peek().map(|(_, (packed, _))| (packed.cols, packed.format(), packed.scale_dtype));
+        let (cols, format, dtype) = like.expect("a head has sets");
+        let mut out = OwnedPacked::zeroed(self.of.len(), cols, format, dtype);
+        let mut loss = Loss::default();
+        for (set, (packed, of_rows)) in parts {
+            out.place(&packed, &set.rows);
+            loss += of_rows;
+        }
+        (out, loss)
+    }
+
+    /// Quantizes what would best do the work of `src`, `[R, K]`, by all its inputs, the rows of a set weighed by the set's own moments.
+    pub fn quantize(
+        &self,
+        all: &Feedback,
+        each: &[Feedback],
+        src: &[f32],
+        how: &Rounding,
+    ) -> Result<(OwnedPacked, Loss), FeedbackError> {
+        let aim = all.aim(src);
+        let cols = src.len() / self.of.len().max(1);
+        let parts = self.all.iter().zip(each).map(|(set, feedback)| {
+            let own: Vec<f32> = set.rows.iter().flat_map(|&r| aim[r * cols..(r + 1) * cols].iter().copied()).collect();
+            feedback.quantize(&own, how).map_err(|e| e.of_rows(|row| set.rows[row]))
+        });
+        Ok(self.join(parts.collect::<Result<_, _>>()?))
     }
 }
 
@@ -134,6 +149,9 @@ fn nearest(row: &[f32], centres: &[f32]) -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quant::format::{Bits, Group, Zero};
+    use crate::quant::round::Method;
+    use crate::tensor::Dtype;
 
     /// Rows `[260, 8]` that look in one of four directions by their number, of lengths that differ.
     fn head() -> Vec<f32> {
@@ -161,9 +179,9 @@ mod tests {
     fn a_token_counts_for_what_is_open_at_it() {
         let sets = Sets::divide(&head(), 8);
         let weights = |likely: &[usize]| -> Vec<f32> {
-            let mut logits = vec![-1000.0; 260];
-            likely.iter().for_each(|&r| logits[r] = 3.0);
-            let by_set = sets.weigh(&mut logits);
+            let mut probabilities = vec![0.0; 260];
+            likely.iter().for_each(|&r| probabilities[r] = 1.0 / likely.len() as f32);
+            let by_set = sets.weigh(&probabilities);
             (0..4).map(|direction| by_set[usize::from(sets.of[direction])]).collect()
         };
         let near = |a: Vec<f32>, b: [f32; 4]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-6);
@@ -179,10 +197,35 @@ mod tests {
         all.add(&[1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]);
         let mut own = Moments::new(2, true);
         own.add(&[2.0, 0.0, 2.0, 0.0, 2.0, 0.0, 2.0, 0.0]);
-        let mut set = Set { rows: vec![0], moments: own, weight: [0.0; 2] };
-        assert_eq!(set.moments(&all), all);
+        let mut set = Set { rows: vec![0], weight: [0.0; 2] };
+        assert_eq!(set.moments(&own, &all), all);
         // Four tokens of weight 1 and K = 2: half of either; own energies 16, 0 in the units of 2, 2 are 4, 0.
-        set.weight = [4.0, 4.0];
-        assert_eq!(set.moments(&all).diagonal(), [3.0, 1.0]);
+        set.count([1.0; 4].into_iter());
+        assert_eq!(set.moments(&own, &all).diagonal(), [3.0, 1.0]);
+    }
+
+    /// Rows come back to their places with codes, scales and zero points: where sets know no more than all tokens do, they change nothing,
+    /// bit for bit. Fails if a row is put a place off, or the matrix is quantized in place of its aim.
+    #[test]
+    fn sets_that_know_nothing_change_nothing() {
+        let (rows, k, tokens) = (200, 64, 300);
+        let value = |i: usize| ((i * 7919 + i * i % 613) % 1009) as f32 / 504.5 - 1.0;
+        let head: Vec<f32> = (0..rows * k).map(value).collect();
+        let x: Vec<f32> = (0..tokens * k).map(|i| value(i + 5) + value(i / k)).collect();
+        let mut all = Moments::new(k, true);
+        all.add(&x);
+        all.add_drift(&x.iter().map(|v| 1.1 * v).collect::<Vec<f32>>(), &x);
+        let feedback = Feedback::new(&all).unwrap();
+        let sets = Sets::divide(&head, k);
+        assert!(sets.all.len() > 1);
+        let unseen = Moments::new(k, true);
+        let each: Vec<_> = sets.all.iter().map(|set| Feedback::new(&set.moments(&unseen, &all)).unwrap()).collect();
+        for zero in [Zero::Middle, Zero::Point] {
+            let (bits, group, scale_dtype) = (Bits::Four, Group::Of(32), Dtype::BF16);
+            let how = Rounding { bits, group, zero, method: Method::Search, scale_dtype, positive_scales: false };
+            let (whole, _) = feedback.quantize(&head, &how).unwrap();
+            let (parts, _) = sets.quantize(&feedback, &each, &head, &how).unwrap();
+            assert_eq!(parts, whole);
+        }
     }
 }
