@@ -13,7 +13,7 @@
 // A block takes a run of pages, its eight warps every eighth page; runs are as many as give each warp a page, at most
 // max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products; where they are at
 // most eight, the other rows carry what bf16 leaves of queries and probabilities, so that only keys and values are rounded.
-// The last block of a (sequence, kv head) merges.
+// The last block of a (sequence, kv head) merges; from sm_90, where splits are many and `together`, all wait for each other and each merges a share.
 // Floors: bytes 2 S Hk Dh 2; operations 4 S H Dh on tensor cores at half use for groups of 8. Source: FlashAttention-2
 // (arXiv 2307.08691), flash-decoding; src/engine/cpu/attend.rs.
 #include "common/mma.cuh"
@@ -21,6 +21,7 @@
 
 static const int PAGE = 16;  // tokens
 static const int WARPS = 8;  // of a decode block
+static const int LAST_SPLITS = 8;  // that one block merges as soon as several would
 
 struct AttentionArgs {
   float* out;
@@ -47,6 +48,7 @@ struct AttentionArgs {
   int interleaved;
   int window;        // 0: none
   float scale;
+  int together;      // all blocks of the grid are resident at a time
 };
 
 // norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines
@@ -110,6 +112,27 @@ DEV void merge_parts(const float* part, int splits, int items, const Store& stor
       }
     }
     store(h, d, v, total);
+  }
+}
+
+// A share of the same by each of the blocks, a warp an element of four and a lane a split.
+template <int DH, class Store>
+DEV void merge_share(const float* part, int split, int splits, int items, const Store& store) {
+  const int stride = DH + 4, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int i = items * split / splits + warp; i < items * (split + 1) / splits; i += WARPS) {
+    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
+    const float* row = part + (min_int(lane, splits - 1) * 16 + h) * stride;
+    const uint4 x = load_v4_l2(row + d);
+    const float own = load_f32_l2(row + DH), l = load_f32_l2(row + DH + 1), m = lane < splits ? own : -INFINITY_F;
+    const float f = exp2_fast(m - warp_max(m));
+    const float total = warp_sum(f * l);
+    float v[4] = {f * __uint_as_float(x.x), f * __uint_as_float(x.y), f * __uint_as_float(x.z), f * __uint_as_float(x.w)};
+#pragma unroll 1
+    for (int by = 16; by; by >>= 1)
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[j] += __shfl_xor_sync(0xffffffffu, v[j], by);
+    if (lane == 0) store(h, d, make_float4(v[0], v[1], v[2], v[3]), total);
   }
 }
 
@@ -326,10 +349,18 @@ DEV void attention_decode(const AttentionArgs& a) {
       if (d == 0) *(float2*)(to + DH) = make_float2(best, total);
     }
   }
-  if (splits == 1 || !arrives_last(a.counters + seq * a.Hk + kv, splits, &last_sh)) return;
   auto store_merged = [&](int h, int d, const float4& v, float total) { store(h, d, v, 1.f / total); };
-  if (splits <= 8)
-    merge_parts<DH, 8>(part, splits, heads, store_merged);
+  int* counter = a.counters + seq * a.Hk + kv;
+#if __CUDA_ARCH__ >= 900
+  if (a.together && splits > LAST_SPLITS) {
+    meet(counter, splits);
+    merge_share<DH>(part, split, splits, heads, store_merged);
+    return;
+  }
+#endif
+  if (splits == 1 || !arrives_last(counter, splits, &last_sh)) return;
+  if (splits <= LAST_SPLITS)
+    merge_parts<DH, LAST_SPLITS>(part, splits, heads, store_merged);
   else
     merge_parts<DH, 16>(part, splits, heads, store_merged);
 }

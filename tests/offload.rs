@@ -7,6 +7,7 @@ mod gpu;
 
 use gpu::has_gpu;
 use moe::artifact::weights::Weights;
+use moe::engine::cuda::ahead::Ahead;
 use moe::engine::cuda::routing::Routing;
 use moe::engine::cuda::slots::{Traffic, Twin};
 use moe::engine::cuda::{CudaError, Engine, Kernels, LoadError, Options};
@@ -180,7 +181,7 @@ fn experts_brought_ahead_change_nothing() {
     }
     let _one = one();
     for ahead in [1, 3, 32] {
-        let options = Options { ahead, ..Options::default() };
+        let options = Options { ahead: Ahead::AtMost(ahead), ..Options::default() };
         same_with_any_slots_and(&tiny, &[1, 2, 5], &options);
         let spec = many(64, 8);
         same_with_any_slots_and(&|o| random(&spec, o), &[1, 8, 20, 63], &options);
@@ -189,8 +190,33 @@ fn experts_brought_ahead_change_nothing() {
     same_with_any_slots_and(
         &|o| random(&spec, o),
         &[10, 160],
-        &Options { ahead: 4, link_limit: Some(5e9), ..Options::default() },
+        &Options { ahead: Ahead::AtMost(4), link_limit: Some(5e9), ..Options::default() },
     );
+}
+
+/// Where nobody says how many come ahead, both ways are tried and the faster stays, which changes no bit: what is said of it is what is done
+/// from then on. Guesses that are never right only cost, on a link that is always busy. Fails if a turn keeps the graph of the one before.
+#[test]
+fn what_is_faster_is_found() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let options = Options { ahead: Ahead::Tried, ..Options::default() };
+    let spec = many(64, 8);
+    same_with_any_slots_and(&|o| random(&spec, o), &[20], &options);
+    for recall in [1.0, 0.0] {
+        let options = Options { expert_slots: Some(32), link_limit: Some(2e9), ..options.clone() };
+        let mut engine = random(&spec, options);
+        engine.set_routing(Some(&Routing::Local(0.3)), 1, 300, Some(recall)).unwrap();
+        assert!(decode(&mut engine, 100).ahead > 0);
+        let notes = engine.take_notes();
+        println!("{notes:?}");
+        let [comes, none] =
+            ["experts come a layer ahead", "no experts come a layer ahead"].map(|said| notes.iter().any(|n| n.starts_with(said)));
+        assert!(comes != none && (recall > 0.0 || none), "{notes:?}");
+        assert_eq!(decode(&mut engine, 100).ahead > 0, comes);
+    }
 }
 
 /// Guesses that are always right are all used where nothing limits them, half of them where half are right. 8 of 64 experts, the last two
@@ -204,7 +230,7 @@ fn what_is_brought_ahead_is_counted() {
     let _one = one();
     let spec = many(64, 8);
     for recall in [1.0, 0.5] {
-        let mut engine = random(&spec, Options { expert_slots: Some(32), ahead: 8, ..Options::default() });
+        let mut engine = random(&spec, Options { expert_slots: Some(32), ahead: Ahead::AtMost(8), ..Options::default() });
         engine.set_routing(Some(&Routing::Local(0.3)), 1, 200, Some(recall)).unwrap();
         let traffic = decode(&mut engine, 200);
         println!("{traffic:?}");
@@ -222,7 +248,7 @@ fn what_is_brought_in_vain_is_given_up() {
     }
     let _one = one();
     let spec = many(64, 8);
-    let mut engine = random(&spec, Options { expert_slots: Some(32), ahead: 8, ..Options::default() });
+    let mut engine = random(&spec, Options { expert_slots: Some(32), ahead: Ahead::AtMost(8), ..Options::default() });
     engine.set_routing(Some(&Routing::Uniform), 1, 600, Some(0.1)).unwrap();
     assert!(decode(&mut engine, 300).ahead > 0);
     assert_eq!(decode(&mut engine, 300).ahead, 0);

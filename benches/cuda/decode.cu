@@ -627,14 +627,15 @@ static void run_attention(const AttentionArgs& a, int Dh, int T) {
 static void check_attention() {
   struct Case { int Dh, H, Hk, norm, interleaved, window, rope; float clip; };
   const Case cases[] = {{128, 32, 4, 1, 0, 0, 128, INFINITY}, {64, 8, 8, 2, 0, 0, 64, 1.5f}, {32, 16, 1, 0, 1, 40, 16, INFINITY}, {96, 6, 2, 0, 0, 0, 96, INFINITY}, {128, 8, 2, 0, 0, 20, 128, INFINITY}};
-  const std::vector<int> lengths = {1, 15, 16, 17, 33, 200, 1000};
+  // Many sequences, and one whose blocks merge together.
+  for (const std::vector<int>& lengths : {std::vector<int>{1, 15, 16, 17, 33, 200, 1000}, std::vector<int>{6007}})
   for (const Case& c : cases) {
-    const int T = (int)lengths.size(), H = c.H, Hk = c.Hk, Dh = c.Dh, max_pages = 64, pages = T * max_pages, half = c.rope / 2, max_splits = 8;
+    const int T = (int)lengths.size(), H = c.H, Hk = c.Hk, Dh = c.Dh, max_pages = lengths.back() / 16 + 1, pages = T * max_pages, half = c.rope / 2, max_splits = T == 1 ? 32 : 8;
     std::vector<int> table(T * max_pages), positions;
     for (int i = 0; i < T * max_pages; i++) table[i] = (int)((i * 37ll + 11) % pages);
     for (int l : lengths) positions.push_back(l - 1);
-    std::vector<float> cs(1024 * half), sn(1024 * half);
-    for (int p = 0; p < 1024; p++) for (int i = 0; i < half; i++) cs[p * half + i] = cosf(p * powf(1e4f, -2.f * i / c.rope)), sn[p * half + i] = sinf(p * powf(1e4f, -2.f * i / c.rope));
+    std::vector<float> cs(lengths.back() * half), sn(cs.size());
+    for (int p = 0; p < lengths.back(); p++) for (int i = 0; i < half; i++) cs[p * half + i] = cosf(p * powf(1e4f, -2.f * i / c.rope)), sn[p * half + i] = sinf(p * powf(1e4f, -2.f * i / c.rope));
     float *q = random_f32(T * H * Dh, 1.3f), *k = random_f32(T * Hk * Dh, 1.3f), *v = random_f32(T * Hk * Dh, 1.f), *qg = random_f32(H * Dh, .3f, 1.f), *kg = random_f32(Hk * Dh, .3f, 1.f);
     bf16 *kp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f), *vp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f);
     float* out = zeros<float>(T * H * Dh);
@@ -642,7 +643,7 @@ static void check_attention() {
     a.out = out, a.q = q, a.k = k, a.v = v, a.k_pages = kp, a.v_pages = vp, a.page_table = upload(table), a.positions = upload(positions);
     a.partial = device<float>((size_t)T * Hk * max_splits * 16 * (Dh + 4)), a.counters = zeros<int>(T * Hk), a.q_gain = qg, a.k_gain = kg, a.cosines = upload(cs), a.sines = upload(sn);
     a.q_stride = H * Dh, a.k_stride = a.v_stride = Hk * Dh, a.out_stride = H * Dh, a.H = H, a.Hk = Hk, a.max_pages = max_pages, a.max_splits = max_splits, a.norm = c.norm, a.eps = 1e-6f;
-    a.clip = c.clip, a.rope_dim = c.rope, a.interleaved = c.interleaved, a.window = c.window, a.scale = 1.f / sqrtf(Dh);
+    a.clip = c.clip, a.rope_dim = c.rope, a.interleaved = c.interleaved, a.window = c.window, a.scale = 1.f / sqrtf(Dh), a.together = max_splits * Hk * T <= num_sm;
     run_attention(a, Dh, T);
     std::vector<double> got = widen(download(out, T * H * Dh)), want(got.size());
     std::vector<float> hq = download(q, T * H * Dh), hk = download(k, T * Hk * Dh), hv = download(v, T * Hk * Dh), hqg = download(qg, H * Dh), hkg = download(kg, Hk * Dh);
@@ -813,7 +814,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
       AttentionArgs a = {};
       a.out = b.attn, a.q = b.q, a.k = b.k, a.v = b.v, a.k_pages = y.k_pages, a.v_pages = y.v_pages, a.page_table = b.page_table, a.positions = b.positions, a.partial = b.partial, a.counters = b.counters;
       a.q_gain = m.q_gain, a.k_gain = m.k_gain, a.cosines = m.cosines, a.sines = m.sines, a.q_stride = a.out_stride = q, a.k_stride = a.v_stride = kv, a.H = s.H, a.Hk = s.Hk, a.max_pages = m.max_pages;
-      a.max_splits = max_splits, a.norm = s.qk_norm, a.eps = 1e-6f, a.clip = INFINITY, a.rope_dim = s.Dh, a.scale = 1.f / sqrtf(s.Dh);
+      a.max_splits = max_splits, a.norm = s.qk_norm, a.eps = 1e-6f, a.clip = INFINITY, a.rope_dim = s.Dh, a.scale = 1.f / sqrtf(s.Dh), a.together = max_splits * s.Hk * T <= num_sm;
       run_attention(a, s.Dh, T);
     }});
     if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.pa, 8, {0, 0, b.attn, nullptr, nullptr, nullptr, q, q, 0, 1e-6f}, T, wide); }});

@@ -56,3 +56,15 @@ DEV bool arrives_last(int* counter, int total, int* last_sh) {
   __threadfence();
   return *last_sh != 0;
 }
+// The same number of blocks meet, all of which are resident: each returns once all have come. What they wrote before is seen after. The last to
+// leave puts the counter back to zero; low half arrivals, high half departures.
+DEV void meet(int* counter, int total) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    add_release(counter, 1);
+    while ((load_acquire(counter) & 0xffff) != total) {
+    }
+    if (atomicAdd(counter, 1 << 16) >> 16 == total - 1) *counter = 0;
+  }
+  __syncthreads();
+}

@@ -19,9 +19,31 @@ pub struct MemoryArgs {
     /// List of hot experts, which the GPU shall hold first (default: hot_experts.json in the model's directory, if there is one).
     #[arg(long, value_name = "FILE")]
     pub hot: Option<PathBuf>,
-    /// Most experts that each layer brings into GPU memory for the one behind it before that one has chosen, 0 for none.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub ahead: usize,
+    /// Most experts that each layer brings into GPU memory for the one behind it before that one has chosen, 0 for none; auto: 1 if the
+    /// first tokens come faster for it.
+    #[arg(long, value_name = "auto|N", default_value = "auto")]
+    pub ahead: Ahead,
+}
+
+/// How many experts come ahead.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ahead {
+    /// As it is faster.
+    #[default]
+    Auto,
+    /// So many at most.
+    AtMost(usize),
+}
+
+impl std::str::FromStr for Ahead {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Ahead::Auto),
+            n => n.parse().map(Ahead::AtMost).map_err(|_| "neither `auto` nor a number".into()),
+        }
+    }
 }
 
 /// How page-locked memory is spread.

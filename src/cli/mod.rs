@@ -20,7 +20,7 @@ pub use export::ExportArgs;
 pub use inspect::InspectArgs;
 pub use logits::LogitsArgs;
 pub use measure::{CalibrateArgs, PerplexityArgs, ReportArgs, TextArgs};
-pub use memory::{MemoryArgs, Numa};
+pub use memory::{Ahead, MemoryArgs, Numa};
 pub use prepare::PrepareArgs;
 pub use profile_experts::{ListFormat, ProfileExpertsArgs};
 pub use quantize::QuantizeArgs;

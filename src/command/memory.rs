@@ -2,7 +2,7 @@
 
 use super::{UserError, measure};
 use crate::artifact::hot::{self, HotError, HotExperts};
-use crate::cli::{MemoryArgs, Numa};
+use crate::cli::{Ahead, MemoryArgs, Numa};
 use crate::engine::cuda::{self, CudaError, Options};
 use crate::model::family::Family;
 use crate::model::spec::ModelSpec;
@@ -18,7 +18,10 @@ pub(super) fn options(args: &MemoryArgs, dir: Option<&Path>, spec: &ModelSpec, f
     Ok(Options {
         budget_bytes: args.vram_budget.as_deref().map(measure::bytes).transpose()?,
         host_bytes: args.host_budget.as_deref().map(measure::bytes).transpose()?.unwrap_or(u64::MAX),
-        ahead: args.ahead,
+        ahead: match args.ahead {
+            Ahead::Auto => cuda::ahead::Ahead::Tried,
+            Ahead::AtMost(n) => cuda::ahead::Ahead::AtMost(n),
+        },
         numa: match args.numa {
             Numa::Off => cuda::Numa::Off,
             Numa::Interleave => cuda::Numa::Interleave,

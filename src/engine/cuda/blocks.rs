@@ -312,6 +312,7 @@ impl Engine {
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
         let (q_gain, k_gain, norm, eps) = self.head_norms(part);
+        let grid = launch::attention(h.dim, h.q, h.kv, view.num_tok);
         let args = AttentionArgs {
             out: self.at(Slot::Attn),
             q: self.at(Slot::Q),
@@ -342,8 +343,8 @@ impl Engine {
             interleaved: (self.spec.rope.pairing == Pairing::Interleaved) as i32,
             window: part.window.unwrap_or(0) as i32,
             scale: h.scale,
+            together: (grid.blocks.iter().product::<u32>() as usize <= self.limits().num_sm) as i32,
         };
-        let grid = launch::attention(h.dim, h.q, h.kv, view.num_tok);
         self.fast.launch(&launch::attention_name(h.dim, h.q / h.kv), grid, &args)?;
         self.count_keys();
         Ok(())

@@ -186,6 +186,7 @@ structs! {
         interleaved: i32,
         window: i32,
         scale: f32,
+        together: i32,
     }
     /// Keys and values of new tokens, and their queries made ready.
     AppendArgs in "attention.cu" {

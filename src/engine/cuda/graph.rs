@@ -4,6 +4,7 @@
 //! host only launches. A graph is captured for the exact number of sequences when it is first met, since padding rows would
 //! choose experts of their own and have them read for nothing.
 
+use super::ahead::Trial;
 use super::device::{CudaError, Device, During};
 use super::fast::ArgmaxArgs;
 use super::launch::{self, DECODE_TOK};
@@ -45,7 +46,8 @@ pub(super) struct Decode {
     best: Buffer,
     pub(super) sampling: Option<Sampling>,
     rotation: Option<Rotation>,
-    graphs: HashMap<(usize, Choice), Graph>,
+    /// By number of sequences, how ids are chosen, and what comes ahead.
+    graphs: HashMap<(usize, Choice, usize), Graph>,
     /// Pages of each row of the table as uploaded.
     uploaded: Vec<(SeqId, usize)>,
     ring: Vec<(Pinned, Event)>,
@@ -168,10 +170,19 @@ impl Engine {
         on: &mut dyn FnMut(&[u32]) -> ControlFlow<()>,
     ) -> Result<(), EngineError> {
         let furthest = turns.iter().map(|t| self.cached(t.seq)).max().unwrap_or(0) + steps;
-        for done in (0..steps).step_by(WINDOW) {
-            if self.decode_window(turns, WINDOW.min(steps - done), context.max(furthest), on)?.is_break() {
+        let mut done = 0;
+        while done < steps {
+            let tiered = self.tiers().is_some_and(|t| !t.reads());
+            let tried = self.trial.as_mut().filter(|_| tiered).and_then(|t| t.next(turns.len()));
+            let most = tried.map_or(WINDOW, |(steps, ahead)| {
+                self.ahead = ahead;
+                steps
+            });
+            let window = most.min(steps - done);
+            if self.decode_window(turns, window, context.max(furthest), on)?.is_break() {
                 break;
             }
+            done += window;
         }
         Ok(())
     }
@@ -193,7 +204,7 @@ impl Engine {
         let newest: Vec<u32> = turns.iter().map(|t| t.tokens.last().copied().unwrap_or(0)).collect();
         self.prepare(&seqs, &newest, &positions, context)?;
         let choice = self.prepare_choice(turns)?;
-        let mut seen = 0;
+        let (mut seen, mut timed) = (0, Instant::now());
         let mut flow = ControlFlow::Continue(());
         let mut failed = None;
         for step in 0..=steps {
@@ -213,6 +224,9 @@ impl Engine {
                     break;
                 }
                 seen = step;
+                if step == Trial::untimed() {
+                    timed = Instant::now();
+                }
                 for (turn, &token) in turns.iter_mut().zip(chosen) {
                     turn.tokens.push(token);
                     turn.sampler.skip(1);
@@ -227,6 +241,8 @@ impl Engine {
             self.pages.set_len(seq, start + seen);
         }
         if failed.is_none() {
+            let verdict = self.trial.as_mut().and_then(|t| t.add(seen.saturating_sub(Trial::untimed()), timed.elapsed()));
+            verdict.into_iter().for_each(|v| self.follow(v));
             self.judge_ahead()?;
         }
         failed.map_or(Ok(flow), Err)
@@ -304,7 +320,7 @@ impl Engine {
 
     /// Launches the graph for so many sequences, capturing it first if it is new.
     fn replay(&mut self, num_tok: usize, choice: Choice) -> Result<(), EngineError> {
-        let key = (num_tok, choice);
+        let key = (num_tok, choice, self.ahead);
         let stops = self.tiers().is_some_and(Tiers::reads);
         if !stops && !self.decode.graphs.contains_key(&key) {
             let graph = self.captured(|engine| engine.decode_step(num_tok, choice))?;

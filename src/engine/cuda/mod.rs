@@ -3,6 +3,7 @@
 //! Needs a driver and `libnvrtc` at run time and nothing at build time. Judged against the CPU engine row by row
 //! ([`super::parity`]); `kernels/README.md` has the contracts of the fast kernels, `kernels/plain.cu` the plain ones.
 
+pub mod ahead;
 mod blocks;
 pub mod budget;
 pub mod clocks;
@@ -46,6 +47,7 @@ use crate::model::plan::{self, Plan, Slot, Step};
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use crate::quant::format::Format;
 use crate::tiers::{self, Needs, Policy, VramPlan};
+use ahead::{Ahead, Trial, Verdict};
 use blocks::Ran;
 use fast::Fast;
 use fuse::Group;
@@ -100,8 +102,8 @@ pub struct Options {
     pub policy: Option<Policy>,
     /// Bytes a second of a slower link to imitate while decoding.
     pub link_limit: Option<f64>,
-    /// Most experts that a layer brings for the one behind it, as that one's router chooses on this one's input.
-    pub ahead: usize,
+    /// What comes ahead of experts' own layers.
+    pub ahead: Ahead,
     /// Tokens that the caches of all sequences together shall hold, if need be in place of experts.
     pub cache_tok: usize,
     /// Element type of the key and value cache, `F32` or `Bf16`; the fast kernels need `Bf16`.
@@ -134,7 +136,7 @@ impl Default for Options {
             expert_slots: None,
             policy: None,
             link_limit: None,
-            ahead: 0,
+            ahead: Ahead::AtMost(0),
             cache_tok: CACHE_TOK,
             cache: Kind::Bf16,
             kernels: Kernels::Fast,
@@ -170,8 +172,9 @@ pub struct Engine {
     decode: Decode,
     /// Choices that decode steps make instead of the routers', by layer.
     scripts: HashMap<u32, Scripted>,
-    /// Most experts that a layer brings for the one behind it.
+    /// Most experts that a layer brings for the one behind it, and what decides it if nobody else does.
     ahead: usize,
+    trial: Option<Trial>,
     /// The batch whose keys are not yet counted.
     pending: Option<Vec<(SeqId, usize)>>,
     /// Buffers copied to the host since the last step.
@@ -320,6 +323,7 @@ impl Engine {
         options: Options,
     ) -> Result<Self, CudaError> {
         let Start { device, plain, fast, plan, residency } = start;
+        let trial = (options.ahead == Ahead::Tried && device.properties().limits().bulk_copies).then(Trial::default);
         let Residency { needs, vram, notes, .. } = residency;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
@@ -352,7 +356,8 @@ impl Engine {
             batch,
             decode,
             scripts: HashMap::new(),
-            ahead: options.ahead,
+            ahead: if let Ahead::AtMost(n) = options.ahead { n } else { 0 },
+            trial,
             pending: None,
             host: Default::default(),
         })
@@ -393,6 +398,7 @@ impl Engine {
             decode: Decode::new(device, num_pages, spec.rope.dim / 2)?,
             scripts: HashMap::new(),
             ahead: 0,
+            trial: None,
             pending: None,
             host: Default::default(),
             spec,
@@ -743,7 +749,7 @@ impl Engine {
 
     /// Gives up bringing experts ahead where most of them are brought in vain.
     fn judge_ahead(&mut self) -> Result<(), EngineError> {
-        let Some(tiers) = self.store.tiers().filter(|_| self.ahead > 0) else { return Ok(()) };
+        let Some(tiers) = self.store.tiers().filter(|_| self.ahead > 0 && self.trial.is_none()) else { return Ok(()) };
         let traffic = tiers.traffic()?;
         if traffic.ahead_in_vain() {
             self.notes.push(format!("no more experts are brought ahead: {:.0} % of them were not used", 100.0 * traffic.waste()));
@@ -751,6 +757,14 @@ impl Engine {
             self.decode.forget_graphs();
         }
         Ok(())
+    }
+
+    /// Goes by what was faster, once that is known.
+    fn follow(&mut self, verdict: Verdict) {
+        let Verdict { ahead, step_ms: [without, with] } = verdict;
+        self.ahead = ahead;
+        let what = if ahead > 0 { "experts come a layer ahead" } else { "no experts come a layer ahead" };
+        self.notes.push(format!("{what}: a step takes {with:.2} ms with one and {without:.2} ms without"));
     }
 
     /// What did not go as planned since this was last asked.
