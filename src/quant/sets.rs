@@ -94,19 +94,13 @@ impl Sets {
         weights
     }
 
-    /// One matrix of what was chosen for the rows of each set, in order.
-    ///
-    /// # Panics
-    /// If there are no sets.
-    pub fn join(&self, parts: Vec<(OwnedPacked, Loss)>) -> (OwnedPacked, Loss) {
-        let mut parts = self.all.iter().zip(parts).peekable();
-        let like = parts.peek().map(|(_, (packed, _))| (packed.cols, packed.format(), packed.scale_dtype));
-        let (cols, format, dtype) = like.expect("a head has sets");
-        let mut out = OwnedPacked::zeroed(self.of.len(), cols, format, dtype);
+    /// One matrix of `cols` columns of what was chosen for the rows of each set, in order.
+    pub fn join(&self, parts: &[(OwnedPacked, Loss)], cols: usize, how: &Rounding) -> (OwnedPacked, Loss) {
+        let mut out = OwnedPacked::zeroed(self.of.len(), cols, how.format(), how.scale_dtype);
         let mut loss = Loss::default();
-        for (set, (packed, of_rows)) in parts {
-            out.place(&packed, &set.rows);
-            loss += of_rows;
+        for (set, (packed, of_rows)) in self.all.iter().zip(parts) {
+            out.place(packed, &set.rows);
+            loss += *of_rows;
         }
         (out, loss)
     }
@@ -125,7 +119,7 @@ impl Sets {
             let own: Vec<f32> = set.rows.iter().flat_map(|&r| aim[r * cols..(r + 1) * cols].iter().copied()).collect();
             feedback.quantize(&own, how).map_err(|e| e.of_rows(|row| set.rows[row]))
         });
-        Ok(self.join(parts.collect::<Result<_, _>>()?))
+        Ok(self.join(&parts.collect::<Result<Vec<_>, _>>()?, cols, how))
     }
 }
 

@@ -4,27 +4,35 @@
 //! Where some experts are on the disk alone, a step leaves the graph: after each router the host sees which experts were chosen,
 //! reads those that are nowhere else into host memory, by the same rule, and the rest of the layer follows.
 
+mod copies;
+mod lookahead;
+mod traffic;
+mod twin;
+
+pub(super) use copies::{Backing, staging_bytes};
+pub(super) use lookahead::{Guess, GuessOf};
+pub use traffic::Traffic;
+pub use twin::Twin;
+
+use copies::{Copies, Disk, HostSide, rooms, threads};
+use twin::decay_and_rise;
+
 use super::cold::{Ahead, Cold, Piece};
 use super::device::{CudaError, Device};
-use super::fast::{Arrivals, BringArgs, FetchArgs, PlaceArgs, SLOT_BYTES, TierSlots, WaveArgs};
-use super::launch::{self, FetchLaunch, Grid, Limits};
+use super::fast::{Arrivals, FetchArgs, SLOT_BYTES, TierSlots, WaveArgs};
+use super::launch::{self, FetchLaunch, Limits};
 use super::load::Residency;
-use super::memory::{ALIGN, Buffer, Event};
-use super::transfer::{HostRuns, Ring, Staged};
-use crate::files::{ReadError, Scratch};
-use crate::tiers::policy::{VISIT, first_scores};
+use super::memory::{Buffer, Event};
+use super::transfer::{HostRuns, Ring};
+use crate::tiers::policy::first_scores;
 use crate::tiers::{Layer, Policy};
 use std::cell::{Cell, RefCell};
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Most experts of a layer; `MOST_MOVES` in `routing.cuh`.
 const MOST_EXPERTS: usize = 1024;
-/// Experts brought ahead from which their use can be judged.
-const ENOUGH_AHEAD: u64 = 1000;
 /// What the driver rounds large allocations up to.
 const ALLOCATION_BYTES: usize = 2 << 20;
 /// Bytes of half a ring; a few milliseconds of a link.
@@ -44,19 +52,6 @@ const AHEAD_BYTES: usize = 32 + MOST_AHEAD * (4 + 8 + 8);
 pub(super) const MOST_AHEAD: usize = 32;
 /// Guesses that the kernel looks at, `MOST_GUESSES` there.
 pub(super) const MOST_GUESSES: usize = 256;
-/// Where an expert is said to lie that has no copy in host memory: nothing is ever there, and nothing may read it.
-const NOWHERE: u64 = ALIGN as u64;
-/// In the place of an expert: none.
-const NOBODY: u32 = u32::MAX;
-
-/// The decay that the kernel takes, 0 for none, and what a visit adds to a score.
-fn decay_and_rise(policy: Policy) -> (u32, u32) {
-    match policy {
-        Policy::Static | Policy::Lru | Policy::Belady => (0, 0),
-        Policy::Lfu => (0, 1),
-        Policy::Lrfu { shift } => (shift, VISIT),
-    }
-}
 
 /// The experts of a layer as runs of bytes, equally long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,116 +64,11 @@ pub struct ExpertRuns {
     pub late: (usize, usize),
 }
 
-/// What a layer will probably choose for so many tokens.
-#[derive(Clone, Copy)]
-pub(super) struct Guess {
-    pub num_tok: usize,
-    pub top_k: usize,
-    pub of: GuessOf,
-}
-
-/// Where it is from.
-#[derive(Clone, Copy)]
-pub(super) enum GuessOf {
-    /// The highest of [`Tiers::guesses`].
-    Logits,
-    /// Choices `[steps][rows][K]` made beforehand, at the step that is counted there.
-    Script { script: u64, step: u64, steps: usize, rows: usize },
-}
-
 /// The halves of the experts: gate and up, then down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Half {
     First,
     Second,
-}
-
-/// What went over the link in steps, summed over all layers; waves of prompts are not counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Traffic {
-    /// Experts that steps used, each once a layer and step.
-    pub chosen: u64,
-    /// Of those, brought into a slot.
-    pub fetched: u64,
-    /// Of those, read over the link without taking a slot.
-    pub direct: u64,
-    /// Bytes of both.
-    pub bytes: u64,
-    /// Time in which bytes were on their way, nanoseconds.
-    pub busy_ns: u64,
-    /// Of that, time in which the products had nothing else to do.
-    pub stall_ns: u64,
-    /// Layers times steps.
-    pub steps: u64,
-    /// Brought into a slot for the layer behind before it asked.
-    pub ahead: u64,
-    /// Of those, used by it.
-    pub used: u64,
-    /// Experts read from the disk, those of prompts too.
-    pub disk_experts: u64,
-    /// Their bytes.
-    pub disk_bytes: u64,
-    /// Time in which nothing but waiting for them was done, nanoseconds.
-    pub disk_ns: u64,
-}
-
-impl Traffic {
-    /// Experts used that nothing but the link could bring.
-    pub fn missed(&self) -> u64 {
-        self.fetched + self.direct + self.used
-    }
-
-    /// Share of the experts used that were in a slot and not brought there for this very use.
-    pub fn hit_rate(&self) -> f64 {
-        1.0 - self.missed() as f64 / self.chosen.max(1) as f64
-    }
-
-    /// Share of the missed experts that came before they were asked for.
-    pub fn recall(&self) -> f64 {
-        self.used as f64 / self.missed().max(1) as f64
-    }
-
-    /// Whether bringing experts ahead is known to cost more than it saves: one brought in vain takes as long on the link as one that is
-    /// used spares, so half of them have to be. Too few tell nothing.
-    pub fn ahead_in_vain(&self) -> bool {
-        self.ahead >= ENOUGH_AHEAD && 2 * self.used < self.ahead
-    }
-
-    /// Share of what came before it was asked for that nobody asked for.
-    pub fn waste(&self) -> f64 {
-        1.0 - self.used as f64 / self.ahead.max(1) as f64
-    }
-
-    /// Bytes a second while fetching.
-    pub fn link_bytes_s(&self) -> f64 {
-        1e9 * self.bytes as f64 / self.busy_ns.max(1) as f64
-    }
-
-    /// Bytes a second while waiting for the disk.
-    pub fn disk_bytes_s(&self) -> f64 {
-        1e9 * self.disk_bytes as f64 / self.disk_ns.max(1) as f64
-    }
-}
-
-impl std::ops::Add for Traffic {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            chosen: self.chosen + other.chosen,
-            fetched: self.fetched + other.fetched,
-            direct: self.direct + other.direct,
-            bytes: self.bytes + other.bytes,
-            busy_ns: self.busy_ns + other.busy_ns,
-            stall_ns: self.stall_ns + other.stall_ns,
-            steps: self.steps + other.steps,
-            ahead: self.ahead + other.ahead,
-            used: self.used + other.used,
-            disk_experts: self.disk_experts + other.disk_experts,
-            disk_bytes: self.disk_bytes + other.disk_bytes,
-            disk_ns: self.disk_ns + other.disk_ns,
-        }
-    }
 }
 
 /// Slots of a layer and what the kernel knows of them.
@@ -206,56 +96,6 @@ impl LayerSlots {
         self.slots.at(slot * self.runs.run_bytes)
     }
 }
-
-/// Copies of a layer's experts in host memory.
-struct Copies {
-    /// Its first run of `HostSide::runs`.
-    first: usize,
-    /// Which expert each is of, and who goes when another comes.
-    rule: Twin,
-    /// Copy of each expert.
-    of: Vec<Option<u32>>,
-}
-
-/// What the host holds.
-struct HostSide {
-    runs: HostRuns,
-    layers: HashMap<u32, Copies>,
-    ahead: Option<Ahead<Staged>>,
-    disk: Disk,
-}
-
-impl HostSide {
-    fn run(&self, layer: u32, expert: u32) -> Option<usize> {
-        let copies = &self.layers[&layer];
-        copies.of[expert as usize].map(|c| copies.first + c as usize)
-    }
-
-    fn address(&self, layer: u32, expert: u32) -> u64 {
-        self.run(layer, expert).map_or(NOWHERE, |run| self.runs.at(run))
-    }
-}
-
-/// What was read from the disk.
-#[derive(Clone, Copy, Debug, Default)]
-struct Disk {
-    experts: u64,
-    bytes: u64,
-    ns: u64,
-}
-
-/// Where experts are read from that are neither in a slot nor in host memory.
-pub(super) enum Backing {
-    /// Every expert is in one of both.
-    None,
-    /// Files.
-    Files(Arc<Cold>),
-    /// A file that is filled while the model loads.
-    Filling(Scratch),
-}
-
-/// What the kernel takes that tells which copies came or went, and whether those that were to come did.
-type Brought = (PlaceArgs, Result<(), ReadError>);
 
 /// Experts in slots on the device, in host memory, and on the disk.
 pub struct Tiers {
@@ -315,7 +155,7 @@ impl Tiers {
             let mut of = vec![None; runs.num];
             let copied: Vec<u32> = ranked[permanent..][..plan.host_slots[i]].iter().map(|&e| u32::from(e)).collect();
             copied.iter().zip(0..).for_each(|(&e, copy)| of[e as usize] = Some(copy));
-            let rule = Twin { owner: copied, ..Twin::new(policy, traffic, 0) };
+            let rule = Twin::new(policy, traffic, 0).holding(copied);
             host.layers.insert(layer, Copies { first: first_copy, rule, of });
             let addresses: Vec<u64> = (0..runs.num as u32).map(|e| host.address(layer, e)).collect();
             let mut owner = vec![0; runs.num];
@@ -521,127 +361,6 @@ impl Tiers {
         })
     }
 
-    /// Which of two sets holds what a layer names for the one behind it.
-    fn set(&self, layer: u32) -> usize {
-        self.layers.range(..layer).count() % 2
-    }
-
-    /// What the kernel takes that brings experts for the layer behind, as [`Tiers::ahead`] had them named, how it is launched, and the
-    /// event that it waits for.
-    pub(super) fn bring_ahead(&self, args: &FetchArgs, limits: Limits) -> Result<(BringArgs, Grid), CudaError> {
-        self.fork.record(self.device.stream())?;
-        self.fork.gate(self.device.copy_stream())?;
-        self.forked.set(true);
-        let (launch, set) = (launch::bring(limits), args.set as usize);
-        let bring = BringArgs {
-            at: args.next,
-            set: self.cells.at(AHEAD_AT + set * AHEAD_BYTES),
-            arrived: self.cells.at(ARRIVED_AT + (2 + set) * 2 * 4 * MOST_EXPERTS),
-            stats: args.stats,
-            stages: launch.stages as i32,
-            ns_per_byte: args.ns_per_byte,
-        };
-        Ok((bring, launch.grid))
-    }
-
-    /// Whatever is put behind the kernels from now on waits for what is brought beside them too.
-    pub(super) fn join(&self) -> Result<(), CudaError> {
-        self.awaited.set(None);
-        if self.forked.replace(false) {
-            self.fork.record(self.device.copy_stream())?;
-            self.fork.gate(self.device.stream())?;
-        }
-        Ok(())
-    }
-
-    /// The same, with experts named for the layer behind, whose addresses and descriptors are these.
-    pub(super) fn ahead(
-        &self,
-        args: FetchArgs,
-        next: u32,
-        tables: (u64, u64),
-        guess: Guess,
-        most: usize,
-        limits: Limits,
-    ) -> FetchArgs {
-        let Some(state) = self.layers.get(&next).filter(|_| self.lacks(next)) else { return args };
-        self.awaited.set(Some(next));
-        let args = FetchArgs {
-            ahead_blocks: launch::bring(limits).grid.blocks[0] as i32,
-            next: self.known_slots(state, tables),
-            t: guess.num_tok as i32,
-            k: guess.top_k as i32,
-            most_ahead: most.min(MOST_AHEAD) as i32,
-            ..args
-        };
-        match guess.of {
-            GuessOf::Logits => FetchArgs { logits: self.guesses(), ..args },
-            GuessOf::Script { script, step, steps, rows } => {
-                FetchArgs { script, step, steps: steps as i32, rows: rows as i32, ..args }
-            }
-        }
-    }
-
-    /// Where the logits of a layer's router are before it is the layer's turn, `[T, E]`.
-    pub(super) fn guesses(&self) -> u64 {
-        self.guesses.at(0)
-    }
-
-    /// Choices of a layer that may be brought into host memory at a time.
-    pub(super) fn most_pairs(&self, layer: u32) -> usize {
-        let copies = self.host.borrow().layers.get(&layer).map(|c| c.rule.owner.len());
-        copies.filter(|_| self.reads()).unwrap_or(usize::MAX)
-    }
-
-    /// Reads those of a step's experts that are neither in a slot nor in host memory, and waits for them. Returns what the kernel
-    /// takes that tells the others, if there were any, and whether they came: where they did not, what had to make room for them
-    /// is gone all the same, and the kernel has to say so before anything else runs. The kernels before it must be done.
-    pub(super) fn bring(
-        &self,
-        layer: u32,
-        ids: &[u32],
-        list: (u64, u64),
-        table: u64,
-        matrices: u64,
-    ) -> Result<Option<Brought>, CudaError> {
-        let (Backing::Files(cold), Some(state)) = (&self.backing, self.layers.get(&layer)) else { return Ok(None) };
-        let mut in_slot = vec![false; state.runs.num];
-        self.residents(layer)?.into_iter().for_each(|e| in_slot[e as usize] = true);
-        let host = &mut *self.host.borrow_mut();
-        let Some(copies) = host.layers.get_mut(&layer) else { return Ok(None) };
-        let before = copies.rule.owner.clone();
-        let (_, mut moves) = copies.rule.step_beside(ids, |e| in_slot[e as usize]);
-        if moves.is_empty() {
-            return Ok(None);
-        }
-        moves.sort_unstable();
-        let runs: Vec<usize> = moves.iter().map(|m| copies.first + m.0).collect();
-        let began = Instant::now();
-        let jobs = moves.iter().map(|m| state.first_run + m.1 as usize).zip(host.runs.some_mut(&runs));
-        let read = cold.read_all(jobs.collect());
-        let mut told: Vec<u64> = Vec::new();
-        for (&(copy, expert), &run) in moves.iter().zip(&runs) {
-            if let Some(left) = Some(before[copy]).filter(|&e| e != NOBODY) {
-                copies.of[left as usize] = None;
-                told.extend([u64::from(left), NOWHERE, u64::from(in_slot[left as usize])]);
-            }
-            if read.is_ok() {
-                copies.of[expert as usize] = Some(copy as u32);
-                told.extend([u64::from(expert), host.runs.at(run), 0]);
-            } else {
-                copies.rule.owner[copy] = NOBODY;
-            }
-        }
-        host.disk.experts += moves.len() as u64;
-        host.disk.bytes += (moves.len() * state.runs.run_bytes) as u64;
-        host.disk.ns += began.elapsed().as_nanos() as u64;
-        self.device.upload(&self.moves, 0, &told)?;
-        let (list, num_slots) = list;
-        let (moves, num_moves) = (self.moves.at(0), (told.len() / 3) as i32);
-        let args = PlaceArgs { moves, host: state.host.at(0), table, matrices, list, num_slots, num_moves };
-        Ok(Some((args, read)))
-    }
-
     /// What is known of the slots no longer holds.
     pub(super) fn forget(&self) {
         *self.known.borrow_mut() = None;
@@ -668,18 +387,6 @@ impl Tiers {
         let missing = self.missing(layer, 0..state.runs.num);
         self.read_ahead(layer);
         Ok(Some(waves(&missing, state.runs.num, (self.ring.half_bytes() / state.runs.run_bytes).max(1))))
-    }
-
-    /// Has what prompts need of a layer and of the one behind it read, where it is on the disk alone.
-    fn read_ahead(&self, layer: u32) {
-        let cold = |layer: u32, host: &HostSide| -> Vec<usize> {
-            let state = &self.layers[&layer];
-            let missing = self.missing(layer, 0..state.runs.num).into_iter();
-            missing.filter(|&e| host.run(layer, e as u32).is_none()).map(|e| state.first_run + e).collect()
-        };
-        let host = &mut *self.host.borrow_mut();
-        let runs: Vec<usize> = self.layers.range(layer..).take(2).flat_map(|(&l, _)| cold(l, host)).collect();
-        host.ahead.iter_mut().for_each(|ahead| ahead.plan(&runs));
     }
 
     /// Experts of a range that have no slot, as far as is known.
@@ -726,22 +433,6 @@ impl Tiers {
             run_bytes: state.runs.run_bytes as i32,
         };
         Ok(Some((args, wave, num_wave)))
-    }
-
-    /// Appends an expert to the ring that is on the disk alone.
-    fn push_cold(&self, state: &LayerSlots, expert: usize, host: &mut HostSide) -> Result<(), CudaError> {
-        let began = Instant::now();
-        let room = host.ahead.as_mut().and_then(|ahead| ahead.take(state.first_run + expert));
-        let room = room.ok_or_else(|| threads("a thread that reads experts is gone"))??;
-        host.disk.ns += began.elapsed().as_nanos() as u64;
-        host.disk.experts += 1;
-        host.disk.bytes += state.runs.run_bytes as u64;
-        self.ring.push(&room.as_slice()[..state.runs.run_bytes])?;
-        room.release(self.device.copy_stream())?;
-        if let Some(ahead) = &mut host.ahead {
-            ahead.give_back(room);
-        }
-        Ok(())
     }
 
     /// The kernels launched so far are the last to read the wave that was sent.
@@ -845,29 +536,6 @@ fn fewer<T>(most: usize, least: usize, mut make: impl FnMut(usize) -> Result<T, 
     }
 }
 
-fn threads(error: impl std::fmt::Display) -> CudaError {
-    CudaError::Driver { what: "read experts", error: error.to_string() }
-}
-
-/// Memory that experts come from the disk into.
-fn rooms<'a>(device: &Arc<Device>, layers: impl Iterator<Item = &'a ExpertRuns>) -> Result<Vec<Staged>, CudaError> {
-    let (num, bytes) = staging(layers);
-    (0..num).map(|_| Staged::new(device, bytes)).collect()
-}
-
-/// Rooms that experts come from the disk into, and the bytes of each: enough for the reads under way and the copies behind them,
-/// but no more than a quarter of a gigabyte, or of a layer.
-fn staging<'a>(layers: impl Iterator<Item = &'a ExpertRuns>) -> (usize, usize) {
-    let (num, bytes) = layers.fold((0, 0), |(num, bytes), r| (r.num.max(num), r.run_bytes.max(bytes)));
-    (((256 << 20) / bytes.max(1)).min(16).min(num / 4).max(2), bytes)
-}
-
-/// Page-locked bytes that experts of these layers come from the disk through.
-pub(super) fn staging_bytes(layers: &[Layer]) -> u64 {
-    let (num, bytes) = staging(runs(layers).iter());
-    (num * bytes) as u64
-}
-
 fn runs(layers: &[Layer]) -> Vec<ExpertRuns> {
     layers.iter().map(|l| ExpertRuns { num: l.experts, run_bytes: l.slot_bytes as usize, late: (0, 0) }).collect()
 }
@@ -892,124 +560,9 @@ fn waves(missing: &[usize], num: usize, most: usize) -> Vec<Range<usize>> {
     starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()
 }
 
-/// The rule of `crate::tiers` for one layer as the kernel follows it, slot by slot: the missing experts in order of index take the
-/// slots of the least worthy residents outside the step that are not permanent, in order of worth.
-#[derive(Clone, Debug)]
-pub struct Twin {
-    policy: Policy,
-    /// Expert of each slot, `[S]`.
-    owner: Vec<u32>,
-    permanent: usize,
-    score: Vec<u32>,
-    visited: Vec<u32>,
-    now: u32,
-}
-
-impl Twin {
-    /// With the first residents of a layer.
-    pub fn new(policy: Policy, layer: &Layer, slots: usize) -> Self {
-        let owner = layer.residents(slots).into_iter().map(u32::from).collect();
-        Self { policy, owner, permanent: 0, score: first_scores(policy, layer), visited: vec![0; layer.experts], now: 0 }
-    }
-
-    /// The experts of the first slots never leave.
-    pub fn permanent(self, slots: usize) -> Self {
-        Self { permanent: slots, ..self }
-    }
-
-    /// Experts of the slots.
-    pub fn owner(&self) -> &[u32] {
-        &self.owner
-    }
-
-    /// One step in which these experts were chosen, in any order and number; returns how many were not there.
-    pub fn step(&mut self, ids: &[u32]) -> usize {
-        self.step_beside(ids, |_| false).0
-    }
-
-    /// The same where some experts are in another place and need no slot; returns the slots that were taken too, and by whom.
-    fn step_beside(&mut self, ids: &[u32], elsewhere: impl Fn(u32) -> bool) -> (usize, Vec<(usize, u32)>) {
-        self.now += 1;
-        let (shift, rise) = decay_and_rise(self.policy);
-        if shift > 0 {
-            self.score.iter_mut().for_each(|s| *s -= s.div_ceil(1 << shift));
-        }
-        let mut missing = ids.to_vec();
-        missing.sort_unstable();
-        missing.dedup();
-        for &e in &missing {
-            self.score[e as usize] += rise;
-            self.visited[e as usize] = self.now;
-        }
-        missing.retain(|e| !self.owner.contains(e) && !elsewhere(*e));
-        // A slot of nobody is worth least.
-        let worth = |e: u32| match e {
-            NOBODY => (0, 0, Reverse(e)),
-            e => (self.score[e as usize], self.visited[e as usize], Reverse(e)),
-        };
-        let outside = |s: &usize| worth(self.owner[*s]).1 < self.now;
-        let mut others: Vec<usize> = (self.permanent..self.owner.len()).filter(outside).collect();
-        others.sort_unstable_by_key(|&s| worth(self.owner[s]));
-        let moves: Vec<(usize, u32)> = others.into_iter().zip(missing.iter().copied()).collect();
-        moves.iter().for_each(|&(s, e)| self.owner[s] = e);
-        (missing.len(), moves)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tiers::Cache;
-
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, n: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (self.0 >> 33) as usize % n
-        }
-    }
-
-    /// The twin hits whenever the rule does. Exact; fails if equal worth is broken by the higher index, if a chosen resident may
-    /// leave, or if scores decay after they rise.
-    #[test]
-    fn the_twin_follows_the_rule() {
-        let mut random = Random(3);
-        for (experts, top_k, slots) in [(8, 2, 2), (16, 4, 5), (40, 8, 20), (64, 8, 63)] {
-            let visits = (0..experts as u64).map(|e| e * e % 7).collect();
-            let layer = Layer { experts, top_k, slot_bytes: 1, visits };
-            for policy in [Policy::Static, Policy::Lru, Policy::Lfu, Policy::Lrfu { shift: 2 }, Policy::Lrfu { shift: 6 }] {
-                let (mut twin, mut rule) = (Twin::new(policy, &layer, slots), Cache::new(policy, &layer, slots));
-                for _ in 0..300 {
-                    let mut ids: Vec<u32> = (0..top_k).map(|_| random.below(experts) as u32).collect();
-                    let missing = twin.step(&ids);
-                    ids.sort_unstable();
-                    ids.dedup();
-                    let hits = rule.step(&ids.iter().map(|&e| e as u16).collect::<Vec<_>>());
-                    assert_eq!(missing, ids.len() - hits, "{policy:?}, {slots} of {experts}");
-                }
-            }
-        }
-    }
-
-    /// What is permanent stays whatever is chosen, what is elsewhere takes no slot, and an empty slot goes first. Counted by hand.
-    #[test]
-    fn slots_may_be_permanent_or_empty() {
-        let layer = Layer { experts: 6, top_k: 2, slot_bytes: 1, visits: Vec::new() };
-        let mut twin = Twin::new(Policy::Lru, &layer, 3).permanent(1);
-        assert_eq!((twin.step(&[4, 5]), twin.owner()), (2, &[0, 5, 4][..]));
-        assert_eq!((twin.step(&[1, 2, 3]), twin.owner()), (3, &[0, 1, 2][..]));
-        twin.owner[2] = NOBODY;
-        assert_eq!(twin.step_beside(&[3, 4], |e| e == 4), (1, vec![(2, 3)]));
-    }
-
-    /// One expert in two is the least that is worth it, and a thousand the fewest that say so.
-    #[test]
-    fn experts_brought_in_vain_are_given_up() {
-        let traffic = |ahead, used| Traffic { ahead, used, ..Traffic::default() };
-        let found = [(999, 0), (1000, 499), (1000, 500), (0, 0)].map(|(ahead, used)| traffic(ahead, used).ahead_in_vain());
-        assert_eq!(found, [false, true, false, false]);
-    }
 
     /// Every expert is in one wave, and none has more missing ones than fit.
     #[test]

@@ -134,7 +134,7 @@ impl Solver {
             let mut codes: Vec<(OwnedPacked, Loss)> = Vec::new();
             for how in ways {
                 let found = self.timed(Work::Codes, |s| s.search(&placed, rows, cols, &aim, &of_parts, how))?;
-                codes.push(sets.join(found));
+                codes.push(sets.join(&found, cols, how));
             }
             found.push(Chosen { id: *id, codes, damping: factors.dampings[0] });
         }
