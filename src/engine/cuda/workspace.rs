@@ -8,59 +8,52 @@ use crate::model::plan::{Plan, Slot};
 use crate::model::spec::{Attn, Ffn, ModelSpec};
 use std::sync::Arc;
 
-/// Activations.
-pub(super) struct Workspace {
+/// Activations; of what is not there yet, for a plan, in place of buffers nothing.
+pub(super) struct Workspace<B = Buffer> {
     /// Tokens the buffers hold.
     pub capacity_tok: usize,
     /// Rows of logits they hold.
     pub capacity_rows: usize,
-    pub slots: Vec<Buffer>,
+    pub slots: Vec<B>,
     /// Elements of a row in use, as the last step that wrote it left it.
     pub row: [usize; Slot::COUNT],
     /// Router logits `[T, E]`, experts and gates `[T, K]`.
-    pub router_logits: Buffer,
-    pub experts: Buffer,
-    pub gates: Buffer,
+    pub router_logits: B,
+    pub experts: B,
+    pub gates: B,
     /// Expert activations `[T * K, F]`.
-    pub inner: Buffer,
+    pub inner: B,
     /// Queries in latent space `[T, H, Rkv + Dr]` and mixed latents `[T, H, Rkv]`.
-    pub latent_q: Buffer,
-    pub latent_out: Buffer,
+    pub latent_q: B,
+    pub latent_out: B,
     /// Planes of the input of a product, of the experts' input, and of their activations, each with its scales.
-    pub planes: Planes,
-    pub expert_planes: Planes,
-    pub inner_planes: Planes,
+    pub planes: Planes<B>,
+    pub expert_planes: Planes<B>,
+    pub inner_planes: Planes<B>,
     /// Output of each pair of token and expert `[T * K, D]`, of a chunk.
-    pub pair_outputs: Buffer,
+    pub pair_outputs: B,
     /// Experts in use and the tokens that chose them.
-    pub expert_slots: Buffer,
-    pub num_slots: Buffer,
-    pub pairs: Buffer,
+    pub expert_slots: B,
+    pub num_slots: B,
+    pub pairs: B,
     /// Partial results of decode attention.
-    pub partial: Buffer,
+    pub partial: B,
     /// Arrival counters, zero between launches: attention, router, greedy choice.
-    pub counters: Buffer,
+    pub counters: B,
     pub router_counters_at: usize,
     pub argmax_counters_at: usize,
 }
 
 /// Activations as the products of the fast kernels read them.
-pub(super) struct Planes {
-    pub codes: Buffer,
-    pub scales: Buffer,
+pub(super) struct Planes<B = Buffer> {
+    pub codes: B,
+    pub scales: B,
 }
 
-impl Planes {
+impl<B> Planes<B> {
     /// Of so many rows of `cols` elements, whatever the weights beside them.
-    pub fn new(device: &Arc<Device>, rows: usize, cols: usize) -> Result<Self, CudaError> {
-        Ok(Self {
-            codes: Buffer::new(device, rows * launch::plane_bytes(16, cols))?,
-            scales: Buffer::new(device, rows * 4 * launch::plane_scales(cols))?,
-        })
-    }
-
-    fn bytes(rows: usize, cols: usize) -> usize {
-        rows * (launch::plane_bytes(16, cols) + 4 * launch::plane_scales(cols))
+    fn of<E>(rows: usize, cols: usize, make: &mut impl FnMut(usize) -> Result<B, E>) -> Result<Self, E> {
+        Ok(Self { codes: make(rows * launch::plane_bytes(16, cols))?, scales: make(rows * 4 * launch::plane_scales(cols))? })
     }
 }
 
@@ -104,59 +97,66 @@ impl Widths {
     }
 }
 
-impl Workspace {
-    pub fn new(device: &Arc<Device>, plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> Result<Self, CudaError> {
-        let floats = |n: usize| Buffer::new(device, 4 * n);
+impl<B> Workspace<B> {
+    /// For passes of up to so many tokens and rows of logits; `make` has the bytes of each buffer.
+    fn of<E>(
+        plan: &Plan,
+        spec: &ModelSpec,
+        [tok, rows]: [usize; 2],
+        mut make: impl FnMut(usize) -> Result<B, E>,
+    ) -> Result<Self, E> {
         let w = Widths::of(spec);
         let pairs = tok.min(EXPERTS_TOK) * w.top_k;
-        let slots = plan
-            .widths
-            .iter()
-            .enumerate()
-            .map(|(slot, width)| floats(if slot == Slot::Logits as usize { rows * spec.vocab } else { tok * width }));
-        let slots = slots.collect::<Result<Vec<_>, _>>()?;
+        let slot = |(slot, width): (usize, &usize)| if slot == Slot::Logits as usize { rows * spec.vocab } else { tok * width };
+        let slots = plan.widths.iter().enumerate().map(slot).map(|n| make(4 * n)).collect::<Result<Vec<_>, E>>()?;
         let router_counters_at = aligned(4 * DECODE_TOK * w.kv_heads);
         let argmax_counters_at = router_counters_at + aligned(4 * (tok + 1));
-        let counters = Buffer::new(device, argmax_counters_at + 4 * DECODE_TOK)?;
-        counters.clear()?;
         Ok(Self {
             capacity_tok: tok,
             capacity_rows: rows,
             slots,
             row: plan.widths,
-            router_logits: floats(tok * w.experts)?,
-            experts: floats(tok * w.top_k)?,
-            gates: floats(tok * w.top_k)?,
-            inner: floats(tok * w.expert)?,
-            latent_q: floats(tok * w.latent_q)?,
-            latent_out: floats(tok * w.latent_out)?,
-            planes: Planes::new(device, tok.max(rows), Self::widest(plan))?,
-            expert_planes: Planes::new(device, tok.min(EXPERTS_TOK), spec.width)?,
-            inner_planes: Planes::new(device, pairs, w.inner)?,
-            pair_outputs: floats(pairs * spec.width)?,
-            expert_slots: Buffer::new(device, w.experts * fast::SLOT_BYTES)?,
-            num_slots: floats(1)?,
-            pairs: floats(tok * w.top_k)?,
-            partial: floats(launch::SPLIT_BLOCKS * w.partial)?,
-            counters,
+            router_logits: make(4 * tok * w.experts)?,
+            experts: make(4 * tok * w.top_k)?,
+            gates: make(4 * tok * w.top_k)?,
+            inner: make(4 * tok * w.expert)?,
+            latent_q: make(4 * tok * w.latent_q)?,
+            latent_out: make(4 * tok * w.latent_out)?,
+            planes: Planes::of(tok.max(rows), Workspace::widest(plan), &mut make)?,
+            expert_planes: Planes::of(tok.min(EXPERTS_TOK), spec.width, &mut make)?,
+            inner_planes: Planes::of(pairs, w.inner, &mut make)?,
+            pair_outputs: make(4 * pairs * spec.width)?,
+            expert_slots: make(w.experts * fast::SLOT_BYTES)?,
+            num_slots: make(4)?,
+            pairs: make(4 * tok * w.top_k)?,
+            partial: make(4 * launch::SPLIT_BLOCKS * w.partial)?,
+            counters: make(argmax_counters_at + 4 * DECODE_TOK)?,
             router_counters_at,
             argmax_counters_at,
         })
+    }
+}
+
+impl Workspace {
+    pub fn new(device: &Arc<Device>, plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> Result<Self, CudaError> {
+        let made = Self::of(plan, spec, [tok, rows], |bytes| Buffer::new(device, bytes))?;
+        made.counters.clear()?;
+        Ok(made)
+    }
+
+    /// Bytes of all buffers.
+    pub fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> u64 {
+        let mut all = 0;
+        let Ok(_) = Workspace::of(plan, spec, [tok, rows], |bytes| {
+            all += bytes as u64;
+            Ok::<_, std::convert::Infallible>(())
+        });
+        all
     }
 
     /// The longest row that a product reads.
     pub fn widest(plan: &Plan) -> usize {
         let slots = (0..Slot::COUNT).filter(|&s| s != Slot::Logits as usize);
         slots.map(|s| plan.widths[s]).max().unwrap_or(0)
-    }
-
-    pub fn planned_bytes(plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> u64 {
-        let w = Widths::of(spec);
-        let all: usize = plan.widths.iter().sum::<usize>() - plan.widths[Slot::Logits as usize];
-        let pairs = tok.min(EXPERTS_TOK) * w.top_k;
-        let floats = tok * (all + w.experts + 3 * w.top_k + w.expert + w.latent_q + w.latent_out) + pairs * spec.width;
-        let planes = Planes::bytes(tok, Self::widest(plan) + spec.width) + Planes::bytes(pairs, w.inner);
-        let decode = rows * spec.vocab + launch::SPLIT_BLOCKS * w.partial;
-        (4 * (floats + decode) + planes) as u64
     }
 }
