@@ -118,7 +118,7 @@ DEV void merge_parts(const float* part, int splits, int items, const Store& stor
 // A share of the same by each of the blocks, a warp an element of four and a lane a split.
 template <int DH, class Store>
 DEV void merge_share(const float* part, int split, int splits, int items, const Store& store) {
-  const int stride = DH + 4, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int stride = DH + 4, thread = thread_anew(), warp = thread >> 5, lane = thread & 31;
 #pragma unroll 1
   for (int i = items * split / splits + warp; i < items * (split + 1) / splits; i += WARPS) {
     const int h = i / (DH / 4), d = i % (DH / 4) * 4;

@@ -64,6 +64,12 @@ DEV u64 global_time() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
   return t;
 }
+// threadIdx.x, read again: what is made of it is not kept, or spilled, from an earlier use to this one
+DEV int thread_anew() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
 DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
