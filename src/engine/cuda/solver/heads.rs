@@ -17,7 +17,7 @@ use crate::quant::sets::Sets;
 use std::sync::Arc;
 
 /// Bytes of logits that are there together.
-const LOGIT_BYTES: usize = 1 << 30;
+const LOGIT_BYTES: usize = 256 << 20;
 
 /// The sets of a head's rows, and what is summed for each.
 pub(super) struct Head {
