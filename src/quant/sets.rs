@@ -7,7 +7,7 @@ use super::round::Rounding;
 use rayon::prelude::*;
 
 /// Most sets.
-pub const SETS: usize = 16;
+const SETS: usize = 16;
 /// Most bytes of all their moments. A constant, since codes must not depend on how much memory there is.
 const MOST_BYTES: u64 = 1 << 30;
 /// Rows a set has at least on average.

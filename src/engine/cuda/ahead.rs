@@ -13,7 +13,7 @@ pub enum Ahead {
 
 /// Steps of a turn of a trial that are timed, and those before them that are not: the first of a turn makes a graph.
 const TIMED: usize = 16;
-const UNTIMED: usize = 2;
+pub(super) const UNTIMED: usize = 2;
 /// Turns, without and with in alternation, so that a drift of the caches favours neither.
 const TURNS: usize = 4;
 /// Part of the time without that has to be saved.
@@ -26,7 +26,6 @@ pub(super) struct Trial {
     turn: usize,
     /// Without, and with.
     spent: [Duration; 2],
-    steps: [usize; 2],
 }
 
 /// What a trial found.
@@ -46,20 +45,14 @@ impl Trial {
         (self.turn < TURNS).then_some((UNTIMED + TIMED, self.turn % 2))
     }
 
-    /// Steps that are not timed at the start of what was asked for.
-    pub fn untimed() -> usize {
-        UNTIMED
-    }
-
     /// Takes the time of the timed steps of a turn; one that was cut short does not count. The verdict comes with the last.
     pub fn add(&mut self, steps: usize, spent: Duration) -> Option<Verdict> {
         if self.turn >= TURNS || steps < TIMED {
             return None;
         }
-        let with = self.turn % 2;
-        (self.spent[with], self.steps[with]) = (self.spent[with] + spent, self.steps[with] + steps);
+        self.spent[self.turn % 2] += spent;
         self.turn += 1;
-        let step_ms = [0, 1].map(|i| 1e3 * self.spent[i].as_secs_f64() / self.steps[i].max(1) as f64);
+        let step_ms = self.spent.map(|spent| 1e3 * spent.as_secs_f64() / (TURNS / 2 * TIMED) as f64);
         let gains = step_ms[1] < (1.0 - LEAST_GAIN) * step_ms[0];
         (self.turn == TURNS).then_some(Verdict { ahead: usize::from(gains), step_ms })
     }
@@ -73,7 +66,7 @@ mod tests {
         let mut verdict = None;
         while let Some((steps, ahead)) = trial.next(num_tok) {
             assert!(verdict.is_none());
-            let timed = steps - Trial::untimed();
+            let timed = steps - UNTIMED;
             verdict = trial.add(timed, Duration::from_micros(step_us[ahead] * timed as u64));
         }
         verdict

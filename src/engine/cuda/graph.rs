@@ -4,7 +4,7 @@
 //! host only launches. A graph is captured for the exact number of sequences when it is first met, since padding rows would
 //! choose experts of their own and have them read for nothing.
 
-use super::ahead::Trial;
+use super::ahead::UNTIMED;
 use super::device::{CudaError, Device, During};
 use super::fast::ArgmaxArgs;
 use super::launch::{self, DECODE_TOK};
@@ -172,8 +172,7 @@ impl Engine {
         let furthest = turns.iter().map(|t| self.cached(t.seq)).max().unwrap_or(0) + steps;
         let mut done = 0;
         while done < steps {
-            let tiered = self.tiers().is_some_and(|t| !t.reads());
-            let tried = self.trial.as_mut().filter(|_| tiered).and_then(|t| t.next(turns.len()));
+            let tried = self.trial.as_mut().and_then(|t| t.next(turns.len()));
             let most = tried.map_or(WINDOW, |(steps, ahead)| {
                 self.ahead = ahead;
                 steps
@@ -224,7 +223,7 @@ impl Engine {
                     break;
                 }
                 seen = step;
-                if step == Trial::untimed() {
+                if step == UNTIMED {
                     timed = Instant::now();
                 }
                 for (turn, &token) in turns.iter_mut().zip(chosen) {
@@ -241,7 +240,7 @@ impl Engine {
             self.pages.set_len(seq, start + seen);
         }
         if failed.is_none() {
-            let verdict = self.trial.as_mut().and_then(|t| t.add(seen.saturating_sub(Trial::untimed()), timed.elapsed()));
+            let verdict = self.trial.as_mut().and_then(|t| t.add(seen.saturating_sub(UNTIMED), timed.elapsed()));
             verdict.into_iter().for_each(|v| self.follow(v));
             self.judge_ahead()?;
         }

@@ -323,7 +323,9 @@ impl Engine {
         options: Options,
     ) -> Result<Self, CudaError> {
         let Start { device, plain, fast, plan, residency } = start;
-        let trial = (options.ahead == Ahead::Tried && device.properties().limits().bulk_copies).then(Trial::default);
+        // Nothing comes ahead where all are resident, nor where a step leaves the graph for the disk.
+        let fetches = device.properties().limits().bulk_copies && store.tiers().is_some_and(|t| !t.reads());
+        let trial = (options.ahead == Ahead::Tried && fetches).then(Trial::default);
         let Residency { needs, vram, notes, .. } = residency;
         let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
