@@ -3,18 +3,17 @@
 
 use super::super::device::CudaError;
 use super::super::launch::{self, Grid};
-use super::super::memory::{Buffer, aligned};
+use super::super::memory::Buffer;
 use super::super::tiles::{self, Side};
 use super::codes::{Numbered, Placed};
 use super::{Over, PASS_TOK, Solver, Sums};
 use crate::artifact::weights::Weights;
-use crate::engine::solver::{Chosen, Job, Solver as _, SolverError, Work};
+use crate::engine::solver::{Chosen, Inputs, Job, Solver as _, SolverError, Work};
 use crate::ids::TensorId;
 use crate::model::plan::{Slot, Step};
 use crate::quant::format::OwnedPacked;
 use crate::quant::gptq::{Loss, Moments};
 use crate::quant::sets::Sets;
-use std::sync::Arc;
 
 /// Bytes of logits that are there together.
 const LOGIT_BYTES: usize = 256 << 20;
@@ -42,25 +41,11 @@ impl Solver {
         if n == 0 {
             return Ok(None);
         }
-        let each = aligned(Moments::bytes(cols, true) as usize);
-        let (memory, totals) = (Arc::new(Buffer::new(device, n * each)?), Arc::new(Buffer::new(device, 0)?));
-        memory.clear()?;
-        let sums = |s: usize| Sums {
-            memory: Arc::clone(&memory),
-            at_bytes: s * each,
-            cols,
-            full: true,
-            drift: 0,
-            debt: 0,
-            tokens: 0,
-            counted: None,
-            totals: Arc::clone(&totals),
-            head: None,
-        };
+        let sums = self.zeroed(&vec![Inputs { cols, pays: 0, head: None }; n], true, false)?;
         let of = Buffer::from_slice(device, &sets.of)?;
         let tok = (LOGIT_BYTES / (4 * weight.rows)).clamp(1, PASS_TOK);
         let (logits, roots) = (Buffer::new(device, 4 * tok * weight.rows)?, Buffer::new(device, 4 * n * PASS_TOK)?);
-        Ok(Some(Head { sums: (0..n).map(sums).collect(), sets, of, logits, roots }))
+        Ok(Some(Head { sums, sets, of, logits, roots }))
     }
 
     /// Adds inputs `x` to the sets whose tokens are likely by the source's logits.

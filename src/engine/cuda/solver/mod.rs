@@ -206,6 +206,34 @@ impl Solver {
         self.tiles.tiles_less(launch::elements(n), dst, a, b, factor, n as u64)
     }
 
+    /// Sums of nothing, `beside`: with room for what inputs and outputs lack.
+    fn zeroed(&self, inputs: &[Inputs], full: bool, beside: bool) -> Result<Vec<Sums>, CudaError> {
+        let own = |x: &Inputs| aligned(Moments::bytes(x.cols, full) as usize);
+        let owed = |x: &Inputs| if beside { aligned(Moments::owed_bytes(x.cols, x.pays) as usize) } else { 0 };
+        let memory = Arc::new(Buffer::new(&self.device, inputs.iter().map(|x| own(x) + owed(x)).sum())?);
+        let totals = Arc::new(Buffer::new(&self.device, 4 * Tiled::experts(self.weights.spec()))?);
+        memory.clear()?;
+        totals.clear()?;
+        let mut next = 0;
+        let sums = inputs.iter().map(|x| {
+            let (at_bytes, drift) = (next, memory.at(next + own(x)));
+            next += own(x) + owed(x);
+            Sums {
+                memory: Arc::clone(&memory),
+                at_bytes,
+                cols: x.cols,
+                full,
+                drift: if beside { drift } else { 0 },
+                debt: if beside && x.pays > 0 { drift + Moments::owed_bytes(x.cols, 0) } else { 0 },
+                tokens: 0,
+                counted: None,
+                totals: Arc::clone(&totals),
+                head: None,
+            }
+        });
+        Ok(sums.collect())
+    }
+
     /// Rows of a buffer.
     fn side(&self, slot: Slot, cols: usize) -> Side {
         let engine = &self.own.engine;
@@ -332,31 +360,7 @@ impl Place for Solver {
     }
 
     fn empty(&mut self, inputs: &[Inputs], full: bool) -> Result<Vec<Sums>, SolverError> {
-        let beside = self.source.is_some() && full;
-        let own = |x: &Inputs| aligned(Moments::bytes(x.cols, full) as usize);
-        let owed = |x: &Inputs| if beside { aligned(Moments::owed_bytes(x.cols, x.pays) as usize) } else { 0 };
-        let memory = Arc::new(Buffer::new(&self.device, inputs.iter().map(|x| own(x) + owed(x)).sum())?);
-        let totals = Arc::new(Buffer::new(&self.device, 4 * Tiled::experts(self.weights.spec()))?);
-        memory.clear()?;
-        totals.clear()?;
-        let mut next = 0;
-        let sums = inputs.iter().map(|x| {
-            let (at_bytes, drift) = (next, memory.at(next + own(x)));
-            next += own(x) + owed(x);
-            Sums {
-                memory: Arc::clone(&memory),
-                at_bytes,
-                cols: x.cols,
-                full,
-                drift: if beside { drift } else { 0 },
-                debt: if beside && x.pays > 0 { drift + Moments::owed_bytes(x.cols, 0) } else { 0 },
-                tokens: 0,
-                counted: None,
-                totals: Arc::clone(&totals),
-                head: None,
-            }
-        });
-        let mut sums: Vec<Sums> = sums.collect();
+        let mut sums = self.zeroed(inputs, full, self.source.is_some() && full)?;
         for (sums, inputs) in sums.iter_mut().zip(inputs).filter(|_| full) {
             sums.head = inputs.head.map(|id| self.divide(id)).transpose()?.flatten().map(Box::new);
         }
