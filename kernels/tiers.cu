@@ -14,20 +14,20 @@
 //
 // Ahead: the layer behind is given what it will probably want, as far as its experts are missing there: the highest logits of its router on
 // this layer's input, or choices made beforehand. They take slots as above, of the least worthy that nobody wants, at most `most_ahead` of
-// them. tiers_ahead brings them, in a branch of its own that begins when this layer has what it needs: kernels that wait for their
-// dependency wait for all that began before it, so nothing among them may last longer. Scores do not change. Until the layer's own launch
-// has seen who is on the way, nobody else takes these slots.
+// them. tiers_ahead brings them, in a branch of its own, for kernels that wait for their dependency wait for all that began before it, so
+// that nothing among them may last longer. It begins beside this kernel and asks for its first bytes once this one has asked for its last.
+// Scores do not change. Until the layer's own launch has seen who is on the way, nobody else takes these slots.
 //
 // needs  E <= 1024, 1 <= S <= E, run_bytes, late and late_end % 16 == 0; counter, launches, arrived, waited, sets zero before the first
-//        launch; T K <= 256 and most_ahead <= 32 for what comes ahead; sets taken in turn
+//        launch; T K <= 256 and most_ahead <= 32 for what comes ahead; sets taken in turn, by as many blocks with as many stages each time
 //
 // Every block decides for itself from the same state. The first writes list and state, the others copy. The state is read before the
 // wait: it is of the launch for the layer before, which the products behind that have seen settled. Many blocks copy by registers; where others
-// bring experts ahead, from sm_90, a few threads of a few blocks do, through rings in shared memory on multiprocessors of their own, and nobody
-// waits for room.
-// tiers_ahead: from sm_90, as many blocks, of 128 threads, shared stages * 32768.
+// bring experts ahead, from sm_90, a few threads of a few blocks do, through shared memory on multiprocessors of their own, and nobody waits for
+// room.
+// tiers_ahead: from sm_90, as many blocks without the first, of 256 threads, shared stages * 32768.
 // Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 32768 + 12 E + 16 S + 12 ceil(E / 32), of the
-// larger of both layers; stages 0: by registers.
+// larger of both layers; stages <= 8, 0: by registers.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
 #include "common/stream.cuh"
@@ -47,14 +47,22 @@ struct TierSlots {
   int late, late_end;   // bytes of a run that only the second half reads
 };
 static const int MOST_AHEAD = 32, MOST_GUESSES = 256;
-// Experts that are brought for the layer behind.
+// Experts that are brought for the layer behind. Numbers of all launches so far, which may pass 2^32.
 struct AheadSet {
   int count;
-  int blocks;           // that bring them
-  int started, done;    // of those
+  int blocks;           // of tiers_ahead
+  u32 named;            // launches that have filled it
+  u32 asked;            // their threads that have asked for the last of what they themselves bring
+  u32 started, done;    // blocks of tiers_ahead
+  u32 finished;         // launches of it
+  int pad;
   u64 link_from, link_free;  // when a link that is imitated begins with them, and when it has sent them
   int expert[MOST_AHEAD];
   u64 from[MOST_AHEAD], to[MOST_AHEAD];
+
+  DEV static bool reaches(const u32* number, u32 goal) { return (int)((u32)load_acquire((const int*)number) - goal) >= 0; }
+  DEV bool all_started() const { return reaches(&started, named * blocks); }
+  DEV bool all_done() const { return reaches(&finished, named); }
 };
 struct FetchArgs {
   const int* ids;          // [num_pairs] chosen experts, in any order and number
@@ -219,43 +227,43 @@ struct Moves {
     }
   }
 #if __CUDA_ARCH__ >= 900
-  // Through `stages` of 32 KB in ring_sh; full_sh: as many barriers, not used yet. A thread of each of the first warps has two stages and a
-  // share of the block's pieces: counting a piece takes as long as sending it.
-  DEV void copy_through(char* ring_sh, u64* full_sh, int stages) const {
-    const int warp = threadIdx.x >> 5, workers = max_int(stages / 2, 1);
-    if (warp >= workers || (threadIdx.x & 31) != 0) return;
-    stages /= workers, ring_sh += warp * stages * PIECE, full_sh += warp * stages;
-    Moves{a, moves, mine * workers + warp, step * workers, from_sh, to_sh, arrived, free, ns_per_byte}.copy_alone(ring_sh, full_sh, stages);
+  // Through `stages` of 32 KB at stage_sh; full_sh: as many barriers, not used yet. A thread of each of the first warps has a stage and a share
+  // of the block's pieces: counting a piece takes as long as sending it. Each adds to `asked`, if there is one, once it has asked for its last.
+  DEV void copy_through(char* stage_sh, u64* full_sh, int stages, u32* asked) const {
+    const int warp = threadIdx.x >> 5;
+    if (warp >= stages || (threadIdx.x & 31) != 0) return;
+    const Moves own{a, moves, mine * stages + warp, step * stages, from_sh, to_sh, arrived, free, ns_per_byte};
+    own.copy_alone(stage_sh + warp * PIECE, full_sh + warp, asked);
   }
-  DEV void copy_alone(char* ring_sh, u64* full_sh, int stages) const {
+  DEV void copy_alone(char* stage_sh, u64* full_sh, u32* asked) const {
     const int num = (max_int(items() - mine, 0) + step - 1) / step;
     const auto ask = [&](int n) {
-      const Piece p = piece(mine + n * step);
-      u64* full = full_sh + n % stages;
-      char* to_sh = ring_sh + n % stages * PIECE;
-      stream_expect_one(full, p.end - p.first);
+      if (n < num) {
+        const Piece p = piece(mine + n * step);
+        stream_expect_one(full_sh, p.end - p.first);
 #pragma unroll 1
-      for (int b = p.first; b < p.end;) {
-        const int bytes = unbroken(a, p.part, b, p.end);
-        bulk_load(full, to_sh + (b - p.first), p.from + place_of(a, p.part, b), bytes);
-        b += bytes;
+        for (int b = p.first; b < p.end;) {
+          const int bytes = unbroken(a, p.part, b, p.end);
+          bulk_load(full_sh, stage_sh + (b - p.first), p.from + place_of(a, p.part, b), bytes);
+          b += bytes;
+        }
       }
+      if (asked && n == max_int(num - 1, 0)) atomicAdd(asked, 1u);
     };
-    for (int n = 0; n < min_int(stages, num); n++) ask(n);
+    ask(0);
 #pragma unroll 1
     for (int n = 0; n < num; n++) {
       const Piece p = piece(mine + n * step);
-      const int stage = n % stages;
-      barrier_wait(full_sh + stage, n / stages & 1);
+      barrier_wait(full_sh, n & 1);
 #pragma unroll 1
       for (int b = p.first; b < p.end;) {
         const int bytes = unbroken(a, p.part, b, p.end);
-        bulk_store(p.to + place_of(a, p.part, b), ring_sh + stage * PIECE + (b - p.first), bytes);
+        bulk_store(p.to + place_of(a, p.part, b), stage_sh + (b - p.first), bytes);
         b += bytes;
       }
       bulk_commit();
       bulk_read_wait();  // the stage may be filled again
-      if (n + stages < num) ask(n + stages);
+      if (n + 1 < num) ask(n + 1);
       if (n > 0) bulk_wait<1>(), count(piece(mine + (n - 1) * step));
     }
     bulk_wait<0>();
@@ -274,7 +282,7 @@ DEV void look_ahead(const FetchArgs& a, void* known_sh, u64 free) {
   float* logit_sh = (float*)((char*)known_sh + 8 * next.E + 16 * next.S + 12 * known.words);
   // whoever brought what was in it is done
   if (threadIdx.x == 0)
-    while (load_acquire(&set.done) != set.blocks) {
+    while (!set.all_done()) {
     }
   known.read(next, a.shift);
   const int guesses = a.T * a.K;
@@ -314,7 +322,7 @@ DEV void look_ahead(const FetchArgs& a, void* known_sh, u64 free) {
       known.missing[e >> 5] &= ~(1u << (e & 31));
       known.expert[n] = (u16)e, known.slot[n++] = known.order[place++];
     }
-    count_sh = n, set.count = n, set.started = set.done = 0, set.blocks = a.ahead_blocks;
+    count_sh = n, set.count = n, set.blocks = a.ahead_blocks;
     set.link_from = free, set.link_free = free + (u64)((double)((u64)n * next.run_bytes) * a.ns_per_byte);
   }
   __syncthreads();
@@ -328,6 +336,8 @@ DEV void look_ahead(const FetchArgs& a, void* known_sh, u64 free) {
     set.expert[m] = e, set.from[m] = next.host[e], set.to[m] = next.slots + (u64)s * next.run_bytes;
     arrived[m] = arrived[MOST + m] = 0;
   }
+  __syncthreads();
+  if (threadIdx.x == 0) store_release((int*)&set.named, (int)(set.named + 1));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __grid_constant__ FetchArgs a) {
@@ -351,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   // for all of it, hence the barrier.
   if (a.before) {
     if (blockIdx.x == 0 && threadIdx.x == 0)
-      while (load_acquire(&before.started) != before.blocks) {
+      while (!before.all_started()) {
       }
     __syncthreads();
   }
@@ -403,14 +413,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
     __syncthreads();
     const Moves own{here, moves, (int)blockIdx.x - 1, (int)gridDim.x - 1, from_sh, to_sh, arrived, direct_sent, a.ns_per_byte};
 #if __CUDA_ARCH__ >= 900
-    if (a.stages) return own.copy_through(fetch_sh, full_sh, a.stages);
+    if (a.stages) return own.copy_through(fetch_sh, full_sh, a.stages, a.next.E ? &a.sets[a.set].asked : 0);
 #endif
     return own.copy();
   }
 
   if (a.ns_per_byte > 0.f) wait_until(direct_sent);  // the products read as fast as the link is
   if (!a.waited && flying && threadIdx.x == 0)
-    while (load_acquire(&before.done) != before.blocks) {  // who waits for this kernel does not wait for that one
+    while (!before.all_done()) {  // who waits for this kernel does not wait for that one
     }
   int used = 0;
 #pragma unroll 1
@@ -496,18 +506,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) tiers_ahead(const __grid_c
   extern __shared__ __align__(128) char fetch_sh[];
   __shared__ u64 full_sh[MOST_STAGES], from_sh[MOST_AHEAD], to_sh[MOST_AHEAD];
   AheadSet& set = *a.set;
-  const int count = set.count, t = threadIdx.x;
-  const u64 began = global_time();
-  if (t == 0) add_release(&set.started, 1);
+  const int t = threadIdx.x, blocks = gridDim.x;
+  u32 launch = 0;  // of the first thread
   if (t < a.stages) barrier_init(full_sh + t, 1);
   barrier_init_done();
+  if (t == 0) {
+    launch = (u32)load_acquire((const int*)&set.finished) + 1;
+    atomicAdd(&set.started, 1u);
+    while (!AheadSet::reaches(&set.named, launch) || !AheadSet::reaches(&set.asked, launch * blocks * a.stages)) {
+    }
+  }
+  __syncthreads();
+  const int count = set.count;
+  const u64 began = global_time();
   if (t < count) from_sh[t] = set.from[t], to_sh[t] = set.to[t];
   __syncthreads();
-  Moves{a.at, count, (int)blockIdx.x, (int)gridDim.x, from_sh, to_sh, a.arrived, set.link_from, a.ns_per_byte}.copy_through(fetch_sh, full_sh, a.stages);
+  Moves{a.at, count, (int)blockIdx.x, blocks, from_sh, to_sh, a.arrived, set.link_from, a.ns_per_byte}.copy_through(fetch_sh, full_sh, a.stages, 0);
   __syncthreads();
   if (t != 0) return;
   __threadfence();
-  if (atomicAdd(&set.done, 1) == set.blocks - 1 && count) atomicAdd(a.stats + BUSY_NS, global_time() - began);
+  if (atomicAdd(&set.done, 1u) + 1 != launch * blocks) return;
+  if (count) atomicAdd(a.stats + BUSY_NS, global_time() - began);
+  store_release((int*)&set.finished, (int)launch);
 #endif
 }
 

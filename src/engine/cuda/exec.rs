@@ -176,9 +176,13 @@ impl Engine {
         });
         let launch = tiers.launch(layer, behind.map(|b| b.layer), self.ahead > 0, self.limits());
         let args = FetchArgs { stages: launch.stages as i32, ..args };
+        let ahead = args.next.e > 0;
+        if ahead {
+            tiers.fork()?;
+        }
         self.fast.launch("tiers_fetch", launch.grid, &args)?;
-        if args.next.e > 0 {
-            let (args, grid) = tiers.bring_ahead(&args, self.limits())?;
+        if ahead {
+            let (args, grid) = tiers.bring_ahead(&args, self.limits());
             self.fast.launch_beside("tiers_ahead", grid, &args)?;
         }
         Ok(())

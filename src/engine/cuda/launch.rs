@@ -78,7 +78,7 @@ pub struct Limits {
 impl Limits {
     /// What is left where [`bring`] copies while others compute, and so has multiprocessors of its own, as [`fetch`] then.
     pub fn beside_fetches(self, ahead: bool) -> Self {
-        let kept = if ahead && self.bulk_copies { 1 + 2 * ring(self).1 } else { 0 };
+        let kept = if ahead && self.bulk_copies { 1 + 2 * staged_copies(self).0 } else { 0 };
         Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
     }
 }
@@ -541,10 +541,13 @@ pub fn down(
 const COPY_BLOCKS: usize = 64;
 /// Bytes that one of them copies at a time; `PIECE` in `tiers.cu`.
 const COPY_PIECE: usize = 256 * 16 * 8;
-/// Bytes in flight from which a link is busy, through rings of so many pieces at most.
-const COPY_AHEAD: usize = 576 << 10;
-const COPY_STAGES: usize = 6;
-/// Shared memory that the ring leaves to what the kernel knows of two layers.
+/// Most pieces that one of them has in shared memory; `MOST_STAGES` there.
+const COPY_MOST_STAGES: usize = 8;
+/// Bytes in flight from which a link is busy even while pieces are counted, and most blocks that have them: one multiprocessor of so many.
+const COPY_AHEAD: usize = 768 << 10;
+const COPY_SHARE: usize = 16;
+const COPY_MOST: usize = 8;
+/// Shared memory that pieces leave to what the kernel knows of two layers.
 const COPY_KNOWN: usize = 32 << 10;
 
 /// How experts are brought over the link.
@@ -556,25 +559,26 @@ pub struct FetchLaunch {
     pub stages: usize,
 }
 
-/// Pieces of a ring, and blocks with one each.
-fn ring(limits: Limits) -> (usize, usize) {
-    let stages = (limits.block_shared_bytes.saturating_sub(COPY_KNOWN) / COPY_PIECE).clamp(1, COPY_STAGES);
-    (stages, COPY_AHEAD.div_ceil(stages * COPY_PIECE))
+/// Blocks that copy through shared memory, and pieces that each has there.
+fn staged_copies(limits: Limits) -> (usize, usize) {
+    let fit = (limits.block_shared_bytes.saturating_sub(COPY_KNOWN) / COPY_PIECE).max(1);
+    let blocks = (limits.num_sm / COPY_SHARE).clamp(1, COPY_MOST);
+    (blocks, COPY_AHEAD.div_ceil(blocks * COPY_PIECE).min(fit).min(COPY_MOST_STAGES))
 }
 
 /// Missing experts over the link, of layers with so many experts and slots: the one they are for and the one behind. By registers of many
-/// blocks, which begin sooner, or through rings of a few, which leave room for what others do meanwhile if any are brought `ahead`.
+/// blocks, which begin sooner, or through shared memory of a few, which leave room for what others do meanwhile if any are brought `ahead`.
 pub fn fetch(layers: &[(usize, usize)], ahead: bool, limits: Limits) -> FetchLaunch {
     let known = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
-    let (stages, blocks) = if ahead && limits.bulk_copies { ring(limits) } else { (0, COPY_BLOCKS.min(limits.num_sm)) };
+    let (blocks, stages) = if ahead && limits.bulk_copies { staged_copies(limits) } else { (COPY_BLOCKS.min(limits.num_sm), 0) };
     let grid = Grid::new([1 + blocks, 1, 1], 256).shared(stages * COPY_PIECE + known.unwrap_or(0));
     FetchLaunch { grid, stages }
 }
 
 /// Experts for the layer behind, over the same link.
 pub fn bring(limits: Limits) -> FetchLaunch {
-    let (stages, blocks) = ring(limits);
-    FetchLaunch { grid: Grid::new([blocks, 1, 1], 128).shared(stages * COPY_PIECE), stages }
+    let (blocks, stages) = staged_copies(limits);
+    FetchLaunch { grid: Grid::new([blocks, 1, 1], 256).shared(stages * COPY_PIECE), stages }
 }
 
 /// Pieces in which so many bytes of an expert are copied.
@@ -695,19 +699,20 @@ mod tests {
     const RTX_3090: Limits =
         Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false, bulk_copies: false };
 
-    /// Rings keep a link busy on cards with much and with little shared memory, beside the largest layers, and leave most multiprocessors
-    /// to others. Counted by hand.
+    /// Copies fit on cards with much and with little shared memory and many and few multiprocessors, beside the largest layers, and leave
+    /// most of those to others. Counted by hand.
     #[test]
-    fn experts_are_brought_through_rings_that_fit() {
+    fn copies_through_shared_memory_fit() {
         let small = Limits { bulk_copies: true, ..RTX_3090 };
+        let smallest = Limits { num_sm: 12, ..small };
         for (limits, ahead, stages, blocks) in
-            [(H200, true, 6, 4), (small, true, 2, 10), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
+            [(H200, true, 3, 9), (small, true, 2, 6), (smallest, true, 2, 2), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
         {
             let found = fetch(&[(128, 64), (1024, 1024)], ahead, limits);
             assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
             assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
         }
-        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 7);
+        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 17);
         assert_eq!((RTX_3090.beside_fetches(true).num_sm, H200.beside_fetches(false).num_sm), (82, 132));
     }
 

@@ -48,7 +48,7 @@ const AHEAD_AT: usize = STATS_AT + 8 * NUM_STATS;
 const ARRIVED_AT: usize = AHEAD_AT + 2 * AHEAD_BYTES;
 const CELL_BYTES: usize = ARRIVED_AT + 2 * 4 * 4 * MOST_EXPERTS;
 /// Bytes of an `AheadSet` in `tiers.cu`, and what it holds at most.
-const AHEAD_BYTES: usize = 32 + MOST_AHEAD * (4 + 8 + 8);
+const AHEAD_BYTES: usize = 48 + MOST_AHEAD * (4 + 8 + 8);
 pub(super) const MOST_AHEAD: usize = 32;
 /// Guesses that the kernel looks at, `MOST_GUESSES` there.
 pub(super) const MOST_GUESSES: usize = 256;

@@ -28,12 +28,16 @@ impl Tiers {
         self.layers.range(..layer).count() % 2
     }
 
-    /// What the kernel takes that brings experts for the layer behind, as [`Tiers::ahead`] had them named, how it is launched, and the
-    /// event that it waits for.
-    pub(in crate::engine::cuda) fn bring_ahead(&self, args: &FetchArgs, limits: Limits) -> Result<(BringArgs, Grid), CudaError> {
+    /// What is put on the stream of copies from now on begins with what is put on the other.
+    pub(in crate::engine::cuda) fn fork(&self) -> Result<(), CudaError> {
         self.fork.record(self.device.stream())?;
         self.fork.gate(self.device.copy_stream())?;
         self.forked.set(true);
+        Ok(())
+    }
+
+    /// What the kernel takes that brings experts for the layer behind, as [`Tiers::ahead`] has them named, and how it is launched.
+    pub(in crate::engine::cuda) fn bring_ahead(&self, args: &FetchArgs, limits: Limits) -> (BringArgs, Grid) {
         let (launch, set) = (launch::bring(limits), args.set as usize);
         let bring = BringArgs {
             at: args.next,
@@ -43,7 +47,7 @@ impl Tiers {
             stages: launch.stages as i32,
             ns_per_byte: args.ns_per_byte,
         };
-        Ok((bring, launch.grid))
+        (bring, launch.grid)
     }
 
     /// Whatever is put behind the kernels from now on waits for what is brought beside them too.
