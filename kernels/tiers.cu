@@ -25,8 +25,8 @@
 // wait: it is of the launch for the layer before, which the products behind that have seen settled. Many blocks copy by registers; where others
 // bring experts ahead, from sm_90, a few threads of a few blocks do, through shared memory on multiprocessors of their own, and nobody waits for
 // room.
-// tiers_ahead: from sm_90, as many blocks without the first, of 256 threads, shared stages * 32768.
-// Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 32768 + 12 E + 16 S + 12 ceil(E / 32), of the
+// tiers_ahead: from sm_90, as many blocks without the first, of 256 threads, shared stages * 16384.
+// Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 16384 + 12 E + 16 S + 12 ceil(E / 32), of the
 // larger of both layers; stages <= 8, 0: by registers.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
@@ -89,12 +89,12 @@ struct FetchArgs {
   int num_pairs;
   int shift;               // 0: no decay
   int rise;
-  int stages;              // of 32 KB in shared memory that bytes pass through
+  int stages;              // of 16 KB in shared memory that bytes pass through
   float ns_per_byte;       // of a slower link that is imitated; 0: none
 };
 
 static const int MOST = MOST_MOVES, WORDS = MOST / 32;
-static const int THREADS = 256, LINE = THREADS * 16, LINES = 8;  // 16-byte loads in flight a thread
+static const int THREADS = 256, LINE = THREADS * 16, LINES = 4;  // 16-byte loads in flight a thread
 static const int PIECE = LINE * LINES, MOST_STAGES = 8;
 enum Stat { CHOSEN, FETCHED, DIRECT, BYTES, BUSY_NS, STALL_NS, LAUNCHES, AHEAD, USED };
 
@@ -227,7 +227,7 @@ struct Moves {
     }
   }
 #if __CUDA_ARCH__ >= 900
-  // Through `stages` of 32 KB at stage_sh; full_sh: as many barriers, not used yet. A thread of each of the first warps has a stage and a share
+  // Through `stages` of 16 KB at stage_sh; full_sh: as many barriers, not used yet. A thread of each of the first warps has a stage and a share
   // of the block's pieces: counting a piece takes as long as sending it. Each adds to `asked`, if there is one, once it has asked for its last.
   DEV void copy_through(char* stage_sh, u64* full_sh, int stages, u32* asked) const {
     const int warp = threadIdx.x >> 5;

@@ -210,15 +210,15 @@ DEV void products(float* acc0, float* acc1, const u32 (*a)[4], u32 planes, int p
       group_wait<(T1 > 0), T0>(c0);
 #pragma unroll
       for (int i = 0; i < T0 / 4; i++) {
-        acc0[2 * i] += lo[q] * (sx[i] * (float)(c0[4 * i] * 128 + c0[4 * i + 1]));
-        acc0[2 * i + 1] += hi[q] * (sx[i] * (float)(c0[4 * i + 2] * 128 + c0[4 * i + 3]));
+        acc0[2 * i] += lo[q] * (sx[i] * planes_sum(c0[4 * i], c0[4 * i + 1]));
+        acc0[2 * i + 1] += hi[q] * (sx[i] * planes_sum(c0[4 * i + 2], c0[4 * i + 3]));
       }
       if constexpr (T1 > 0) {
         group_wait<0, T1>(c1);
 #pragma unroll
         for (int i = 0; i < T1 / 4; i++) {
-          acc1[2 * i] += lo[q] * (sx[T0 / 4 + i] * (float)(c1[4 * i] * 128 + c1[4 * i + 1]));
-          acc1[2 * i + 1] += hi[q] * (sx[T0 / 4 + i] * (float)(c1[4 * i + 2] * 128 + c1[4 * i + 3]));
+          acc1[2 * i] += lo[q] * (sx[T0 / 4 + i] * planes_sum(c1[4 * i], c1[4 * i + 1]));
+          acc1[2 * i + 1] += hi[q] * (sx[T0 / 4 + i] * planes_sum(c1[4 * i + 2], c1[4 * i + 3]));
         }
       }
     }

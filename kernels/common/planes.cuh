@@ -1,7 +1,7 @@
 // Activations as two planes, tensor core products with stored codes.
 //
-// A group is 128 consecutive k of a row. Beside integer codes x = scale (128 hi + lo), hi in -127..127, lo in -64..63, scale =
-// max |x| / 16256: an error of at most 2^-15 of the group's largest element, and sums of a group exact in s32. Beside bf16
+// A group is 128 consecutive k of a row. Beside integer codes x = scale (256 hi + lo), hi in -127..127, lo in -128..127, scale =
+// max |x| / 32639: an error of at most 2^-16 of the group's largest element, and sums of a group exact in s32. Beside bf16
 // weights x = hi + lo, both bf16: 2^-16 of each element. Hi and lo are two columns of one product, so a product of eight columns
 // serves four tokens. Four-bit codes need three instructions a word and eight-bit codes one to become operands, where bf16
 // operands need 13 a word.
@@ -31,6 +31,9 @@ DEV void mma_s8(int* c, const u32* a, u32 b0, u32 b1) {
 }
 
 DEV u32 pack_bytes(int a, int b, int c, int d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); }
+// of products with both planes
+DEV float planes_sum(int hi, int lo) { return (float)(hi * 256 + lo); }
+static const float PLANES_MOST = 127 * 256 + 127;
 // Sixteen neighbouring lanes with eight elements each (chunk c of a row) make one block; all lanes of a warp take part, `use` says
 // which write. Not-a-number and infinity end up in the scale.
 enum PlaneOrder { BY_LANE, BY_K };
@@ -51,12 +54,12 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use) 
   for (int i = 0; i < 8; i++) top = max(top, __float_as_uint(f[i]) & 0x7fffffffu);
 #pragma unroll
   for (int i = 8; i; i >>= 1) top = max(top, __shfl_xor_sync(0xffffffffu, top, i));
-  const float largest = __uint_as_float(top), inv = largest > 1e-30f ? __fdividef(16256.f, largest) : 0.f;
+  const float largest = __uint_as_float(top), inv = largest > 1e-30f ? __fdividef(PLANES_MOST, largest) : 0.f;
   int hi[8], lo[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int q = __float_as_int(fmaf(f[i], inv, 12582912.f)) - 0x4b400000;  // to the nearest integer
-    hi[i] = (q + 64) >> 7, lo[i] = q - (hi[i] << 7);
+    hi[i] = (q + 128) >> 8, lo[i] = q - (hi[i] << 8);
   }
   uint2 h = make_uint2(pack_bytes(hi[0], hi[1], hi[2], hi[3]), pack_bytes(hi[4], hi[5], hi[6], hi[7]));
   uint2 l = make_uint2(pack_bytes(lo[0], lo[1], lo[2], lo[3]), pack_bytes(lo[4], lo[5], lo[6], lo[7]));
@@ -65,7 +68,7 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use) 
     l = make_uint2(__byte_perm(l.x, l.y, 0x6420), __byte_perm(l.x, l.y, 0x7531));
   }
   if (!use) return;
-  if (in == 0) *scale = largest * (1.f / 16256.f);
+  if (in == 0) *scale = largest * (1.f / PLANES_MOST);
   if (ORDER == BY_K) {
     char* at = block + (BITS == 4 ? (in >> 2) * 32 + (in & 3) * 4 : in * 8);
     const int second = BITS == 4 ? 16 : 4;
@@ -158,8 +161,8 @@ DEV void group_products(float* const* sums, int stride, const u32 (*a)[Form<BITS
       for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int n = 0; n < NB; n++) {
-          sums[n][i * stride] += s[i].lo[q] * sx[n] * (float)(c[i][n][0] * 128 + c[i][n][1]);
-          sums[n][i * stride + 1] += s[i].hi[q] * sx[n] * (float)(c[i][n][2] * 128 + c[i][n][3]);
+          sums[n][i * stride] += s[i].lo[q] * sx[n] * planes_sum(c[i][n][0], c[i][n][1]);
+          sums[n][i * stride + 1] += s[i].hi[q] * sx[n] * planes_sum(c[i][n][2], c[i][n][3]);
         }
     }
   }

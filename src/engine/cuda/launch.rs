@@ -537,10 +537,10 @@ pub fn down(
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
-/// Blocks that copy experts by registers, two megabytes in flight together.
+/// Blocks that copy experts by registers, a megabyte in flight together.
 const COPY_BLOCKS: usize = 64;
 /// Bytes that one of them copies at a time; `PIECE` in `tiers.cu`.
-const COPY_PIECE: usize = 256 * 16 * 8;
+const COPY_PIECE: usize = 256 * 16 * 4;
 /// Most pieces that one of them has in shared memory; `MOST_STAGES` there.
 const COPY_MOST_STAGES: usize = 8;
 /// Bytes in flight from which a link is busy even while pieces are counted, and most blocks that have them: one multiprocessor of so many.
@@ -706,7 +706,7 @@ mod tests {
         let small = Limits { bulk_copies: true, ..RTX_3090 };
         let smallest = Limits { num_sm: 12, ..small };
         for (limits, ahead, stages, blocks) in
-            [(H200, true, 3, 9), (small, true, 2, 6), (smallest, true, 2, 2), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
+            [(H200, true, 6, 9), (small, true, 4, 6), (smallest, true, 4, 2), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
         {
             let found = fetch(&[(128, 64), (1024, 1024)], ahead, limits);
             assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
