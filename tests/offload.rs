@@ -6,7 +6,9 @@
 mod gpu;
 
 use gpu::has_gpu;
+use moe::artifact::lookahead::Lookahead;
 use moe::artifact::weights::Weights;
+use moe::calib::lookahead::Map;
 use moe::engine::cuda::ahead::Ahead;
 use moe::engine::cuda::routing::Routing;
 use moe::engine::cuda::slots::{Traffic, Twin};
@@ -238,6 +240,45 @@ fn what_is_brought_ahead_is_counted() {
         assert!((of_two_layers / recall - 1.0).abs() < 0.1, "{recall}: {of_two_layers}");
         assert!(recall < 1.0 || traffic.used == traffic.ahead, "{traffic:?}");
     }
+}
+
+/// Maps of a model to its own routers, each moved to the norm of the router before, times `sign`.
+fn own_routers(dir: &Path, sign: f32) -> Lookahead {
+    let weights = Weights::open(dir).unwrap();
+    let mut maps = Lookahead::default();
+    for layer in 1..weights.spec().layers.len() as u32 {
+        let mut map = Map::next_router(&weights, layer - 1, layer).unwrap();
+        map.matrix.iter_mut().for_each(|w| *w *= sign);
+        let shape = [map.shift.len(), map.matrix.len() / map.shift.len()];
+        maps.insert(layer, shape, map.rounded().0);
+    }
+    maps
+}
+
+/// A map is asked in the place of the next router, behind this layer's norm: one that is that router names the same, but for what bf16 cannot
+/// tell apart, three of 100 at most; one that is its opposite names what is wanted least. No bit of the result changes. Fails if the map of
+/// another layer is taken, if the input is behind the next layer's norm, or if maps are not taken at all.
+#[test]
+fn maps_say_what_comes_ahead() {
+    if !has_gpu() {
+        return;
+    }
+    let _one = one();
+    let options = |lookahead| Options {
+        expert_slots: Some(3),
+        ahead: Ahead::AtMost(2),
+        lookahead: Arc::new(lookahead),
+        ..Options::default()
+    };
+    let used = |lookahead| {
+        let traffic = decode(&mut tiny(options(lookahead)), 200);
+        println!("{traffic:?}");
+        traffic.used as f64 / traffic.ahead as f64
+    };
+    let [router, map, opposite] = [Lookahead::default(), own_routers(&fixture(), 1.0), own_routers(&fixture(), -1.0)].map(used);
+    assert!((map - router).abs() < 0.03 && opposite < 0.5 * router, "{router} {map} {opposite}");
+    let lookahead = Arc::new(own_routers(&fixture(), -1.0));
+    same_with_any_slots_and(&tiny, &[2, 5], &Options { lookahead, ahead: Ahead::AtMost(2), ..Options::default() });
 }
 
 /// Guesses that are mostly wrong are given up, and that is said; tokens go on as before. Fails if the graphs that bring them are kept.

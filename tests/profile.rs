@@ -5,6 +5,8 @@ mod common;
 
 use assert_cmd::Command;
 use moe::artifact::hot::HotExperts;
+use moe::artifact::lookahead::Lookahead;
+use moe::artifact::weights::Weights;
 use moe::calib::routing::Counts;
 use moe::calib::trace::Trace;
 use serde_json::Value;
@@ -54,6 +56,38 @@ fn refused(dir: &Path, model: &Path, args: &[&str], words: &[&str]) {
 }
 
 const TWO: [&str; 6] = ["--task", "prose", "--task", "chinese", "--samples", "12"];
+
+/// The maps fit the model, name more of the held-out choices than the routers do themselves a layer early, and what names them is refused
+/// where it is of another model. Fails if rows of one text are fitted to those of another, or if held-out texts are counted in another
+/// order.
+#[test]
+fn maps_name_the_next_choice() {
+    let dir = tempfile::tempdir().unwrap();
+    let ran = profile(dir.path(), &tiny(), &[&TWO[..], &["--lookahead", "lookahead.map", "--max-memory", "64KiB"]].concat());
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let path = dir.path().join("lookahead.map");
+    let maps = Lookahead::read(&path).unwrap();
+    let spec = Weights::open(&tiny()).unwrap().spec().clone();
+    maps.check_model(&path, &spec).unwrap();
+    assert_eq!(maps.layers().map(|(l, _)| l).collect::<Vec<_>>(), [1, 2]);
+    let report = json(&dir.path().join("report.json"));
+    let recall = report["lookahead"].as_array().unwrap();
+    assert_eq!(recall.len(), 2);
+    for r in recall {
+        let [router, map] = [&r["next_router"], &r["map"]].map(|v| v.as_f64().unwrap());
+        assert!(0.25 < router && router < map && map < 1.0, "{r}");
+    }
+    assert!(ran.stdout.contains("a layer early"), "{}", ran.stdout);
+
+    let mut other = Lookahead::default();
+    other.insert(1, [2, 2], vec![0; 8]);
+    other.write(&path).unwrap();
+    let mut command = Command::cargo_bin("moe").unwrap();
+    let out = command.args(["inspect", "--vram-budget", "8GiB", "--lookahead"]).arg(&path).arg(tiny()).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    assert!(text.contains("maps of another model") && text.contains("[2, 2]"), "{text}");
+}
 
 #[test]
 fn list_trace_and_report_tell_the_same_story() {

@@ -6,6 +6,7 @@ pub mod hot;
 pub mod inventory;
 mod journal;
 pub mod layout;
+pub mod lookahead;
 pub mod manifest;
 pub mod plan;
 pub mod solved;

@@ -305,7 +305,7 @@ pub fn alone(
     max_memory: u64,
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<Vec<f64>, LockstepError> {
-    let mut walker = walk(weights, place, windows, max_memory, &mut |_| (), tick)?;
+    let mut walker = walk(weights, place, windows, max_memory, &mut |_| Ok(()), tick)?;
     let mut found = Vec::new();
     for (first_row, windows) in groups(windows) {
         for part in scored(windows, first_row).chunks(LOGIT_ROWS) {
@@ -322,27 +322,31 @@ pub fn alone(
     Ok(found)
 }
 
-/// What one router chose for some rows.
+/// What one router saw and chose for some rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Choices<'a> {
     /// Index of the layer.
     pub layer: usize,
     /// The first row among those of all windows.
     pub first_row: usize,
+    /// What the router saw, `[T, D]`.
+    pub inputs: &'a [f32],
+    /// Its logits, `[T, E]`.
+    pub logits: &'a [f32],
     /// Expert ids, `[T, K]`.
     pub experts: &'a [u32],
     /// Their weights, `[T, K]`.
     pub gates: &'a [f32],
 }
 
-/// Runs one model, layer by layer, and shows what every router chose. `tick` is called `L * groups` times, see [`num_groups`],
+/// Runs one model, layer by layer, and shows what every router saw and chose. `tick` is called `L * groups` times, see [`num_groups`],
 /// and may stop the run by returning `false`.
 pub fn observe(
     weights: &Arc<Weights>,
     place: Place,
     windows: &[Window],
     max_memory: u64,
-    on: &mut dyn FnMut(Choices<'_>),
+    on: &mut dyn FnMut(Choices<'_>) -> Result<(), LockstepError>,
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<(), LockstepError> {
     walk(weights, place, windows, max_memory, on, tick).map(drop)
@@ -354,7 +358,7 @@ fn walk(
     place: Place,
     windows: &[Window],
     max_memory: u64,
-    on: &mut dyn FnMut(Choices<'_>),
+    on: &mut dyn FnMut(Choices<'_>) -> Result<(), LockstepError>,
     tick: &mut dyn FnMut() -> bool,
 ) -> Result<Walker, LockstepError> {
     let rows: usize = windows.iter().map(|w| w.tokens.len()).sum();
@@ -366,7 +370,8 @@ fn walk(
         for &(first_row, windows) in &groups {
             let out = walker.layer(layer, windows, first_row)?;
             if !out.experts.is_empty() {
-                on(Choices { layer, first_row, experts: &out.experts, gates: &out.gates });
+                let (inputs, logits) = (&out.normed, &out.logits);
+                on(Choices { layer, first_row, inputs, logits, experts: &out.experts, gates: &out.gates })?;
             }
             if !tick() {
                 return Err(LockstepError::Interrupted);

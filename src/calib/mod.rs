@@ -2,6 +2,7 @@
 
 pub mod hidden;
 pub mod lockstep;
+pub mod lookahead;
 pub mod metrics;
 pub mod routing;
 pub mod sets;

@@ -23,6 +23,10 @@ pub struct MemoryArgs {
     /// first tokens come faster for it.
     #[arg(long, value_name = "auto|N", default_value = "auto")]
     pub ahead: Ahead,
+    /// What says which experts those are: maps of `profile-experts --lookahead` (default: lookahead.map in the model's directory, if there is
+    /// one, else the next layer's router itself, applied a layer early).
+    #[arg(long, value_name = "FILE")]
+    pub lookahead: Option<PathBuf>,
 }
 
 /// How many experts come ahead.

@@ -33,6 +33,10 @@ pub struct ProfileExpertsArgs {
     /// Also write which experts every token visited, for replay.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Also fit, for each router but the first, a linear map to its choices from what the router before it sees, and write them; `run` and
+    /// `bench` take them with --lookahead, or find lookahead.map in the model's directory.
+    #[arg(long, value_name = "FILE")]
+    pub lookahead: Option<PathBuf>,
     /// Form of the list.
     #[arg(long, value_enum, default_value_t)]
     pub format: ListFormat,

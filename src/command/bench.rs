@@ -185,6 +185,11 @@ fn open(args: &BenchArgs, out: Out) -> Result<(String, Engine)> {
             .hint("give a model directory to measure the processor")
             .into());
     }
+    if args.memory.lookahead.is_some() {
+        return Err(UserError::new("--lookahead foresees the routers of a model; a shape has random ones")
+            .hint("--recall says how many choices of --routing are named right")
+            .into());
+    }
     let (family, spec) = shape::spec(name)?;
     let format = shape::formats(&args.profile)?;
     let mut options = cuda::Options { cache_tok: tokens, ..memory::options(&args.memory, None, &spec, family)? };

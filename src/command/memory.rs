@@ -2,6 +2,7 @@
 
 use super::{UserError, measure};
 use crate::artifact::hot::{self, HotError, HotExperts};
+use crate::artifact::lookahead::{self, Lookahead, LookaheadError};
 use crate::cli::{Ahead, MemoryArgs, Numa};
 use crate::engine::cuda::{self, CudaError, Options};
 use crate::model::family::Family;
@@ -10,11 +11,13 @@ use crate::report::{bytes, table};
 use crate::tiers::{Needs, VramPlan, plan};
 use anyhow::Result;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Options of the engine; `dir` is where the model lies, if it lies anywhere.
 pub(super) fn options(args: &MemoryArgs, dir: Option<&Path>, spec: &ModelSpec, family: &Family) -> Result<Options> {
-    let beside = dir.map(|d| d.join(hot::FILE)).filter(|p| p.is_file());
-    let visits = args.hot.clone().or(beside).map(|path| visits(&path, spec, family)).transpose()?;
+    let beside = |name: &str| dir.map(|d| d.join(name)).filter(|p| p.is_file());
+    let visits = args.hot.clone().or_else(|| beside(hot::FILE)).map(|path| visits(&path, spec, family)).transpose()?;
+    let lookahead = args.lookahead.clone().or_else(|| beside(lookahead::FILE)).map(|path| maps(&path, spec)).transpose()?;
     Ok(Options {
         budget_bytes: args.vram_budget.as_deref().map(measure::bytes).transpose()?,
         host_bytes: args.host_budget.as_deref().map(measure::bytes).transpose()?.unwrap_or(u64::MAX),
@@ -28,6 +31,7 @@ pub(super) fn options(args: &MemoryArgs, dir: Option<&Path>, spec: &ModelSpec, f
             Numa::Bind => cuda::Numa::Bind,
         },
         visits: visits.unwrap_or_default(),
+        lookahead: Arc::new(lookahead.unwrap_or_default()),
         ..Options::default()
     })
 }
@@ -46,6 +50,21 @@ fn visits(path: &Path, spec: &ModelSpec, family: &Family) -> Result<Vec<Vec<u64>
             .into(),
     })?;
     Ok(list.layers.into_iter().map(|l| l.counts).collect())
+}
+
+/// Maps to the routers of a model.
+fn maps(path: &Path, spec: &ModelSpec) -> Result<Lookahead> {
+    let read = || -> Result<Lookahead, LookaheadError> {
+        let maps = Lookahead::read(path)?;
+        maps.check_model(path, spec)?;
+        Ok(maps)
+    };
+    read().map_err(|e| match e {
+        LookaheadError::File(e) => anyhow::Error::from(e),
+        e => UserError::new(e.to_string())
+            .hint("--lookahead takes maps of this model; `moe profile-experts --lookahead FILE` makes them")
+            .into(),
+    })
 }
 
 /// The plan for a budget, with no GPU asked.

@@ -74,6 +74,7 @@ fn profiling(args: &PrepareArgs) -> ProfileExpertsArgs {
         merge: None,
         decay: 0.5,
         trace: None,
+        lookahead: None,
         format: ListFormat::Moe,
         device: args.quantize.device,
         vram_budget: None,

@@ -1,5 +1,6 @@
 //! `moe profile-experts`: which experts are hot, and an honest account of what holding them buys.
 
+mod lookahead;
 mod report;
 mod watch;
 
@@ -22,6 +23,7 @@ use crate::model::spec::Ffn;
 use crate::report::{Out, bytes};
 use crate::text::Tokenizer;
 use anyhow::Result;
+use lookahead::Foresight;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -49,6 +51,8 @@ struct Observed {
     trace: Trace,
     /// Gate weights of each window, `[L, E]`.
     weights: Vec<Vec<f32>>,
+    /// Maps to the next router, if they were asked for.
+    foresight: Option<Foresight>,
 }
 
 /// Everything that is reported.
@@ -120,7 +124,11 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     let material = material(args, &tokenizer, weights.spec().max_positions, out)?;
 
     let start = std::time::Instant::now();
-    let observed = observe(&weights, place, material, shape, layers, max_memory, out)?;
+    let foresight = args.lookahead.as_ref();
+    let foresight = foresight
+        .map(|_| Foresight::new(&weights, shape.top_k, &material.windows, &material.held_out, max_memory))
+        .transpose()?;
+    let observed = observe(&weights, place, material, foresight, shape, layers, max_memory, out)?;
     let found = analyse(&observed, &rule, old.as_ref(), args.decay, &expert_bytes)?;
     let written = hot_list(&observed, &found, model, &rule, old.as_ref(), args.decay, &weights);
     let mut report = report::value(args, &observed, &found, &rule, &list);
@@ -128,6 +136,9 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
 
     if let Some(path) = &args.trace {
         files::write_atomic(path, &observed.trace.to_bytes())?;
+    }
+    if let (Some(path), Some(foresight)) = (&args.lookahead, &observed.foresight) {
+        foresight.maps.write(path)?;
     }
     match args.format {
         ListFormat::Moe => written.write(&list)?,
@@ -182,7 +193,7 @@ fn list_path(args: &ProfileExpertsArgs) -> PathBuf {
 /// Finds out before the work whether its results have a place.
 fn check_outputs(args: &ProfileExpertsArgs, list: &Path) -> Result<(), UserError> {
     let reports = &args.reports;
-    let others = [&args.trace, &reports.html, &reports.md, &reports.csv].into_iter().flatten();
+    let others = [&args.trace, &args.lookahead, &reports.html, &reports.md, &reports.csv].into_iter().flatten();
     let mut seen: Vec<PathBuf> = Vec::new();
     for path in [list, reports.report.as_path()].into_iter().chain(others.map(PathBuf::as_path)) {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
@@ -287,10 +298,12 @@ fn material(args: &ProfileExpertsArgs, tokenizer: &Tokenizer, max_positions: usi
 }
 
 /// Runs all windows through the model and keeps what the routers chose.
+#[allow(clippy::too_many_arguments, reason = "what is run, where, and who looks on")]
 fn observe(
     weights: &Arc<Weights>,
     place: lockstep::Place,
     material: Material,
+    mut foresight: Option<Foresight>,
     shape: Shape,
     layers: Vec<u32>,
     max_memory: u64,
@@ -310,7 +323,8 @@ fn observe(
     let progress = out.count(weights.spec().layers.len() as u64 * lockstep::num_groups(windows), "profile");
     let stop = Interrupt::install()?;
     let mut on = |choices: lockstep::Choices<'_>| {
-        let Some(l) = layers.iter().position(|&l| l as usize == choices.layer) else { return };
+        foresight.iter_mut().try_for_each(|f| f.see(&choices))?;
+        let Some(l) = layers.iter().position(|&l| l as usize == choices.layer) else { return Ok(()) };
         for (i, (ids, gates)) in choices.experts.chunks_exact(k).zip(choices.gates.chunks_exact(k)).enumerate() {
             let row = choices.first_row + i;
             let w = starts.partition_point(|&s| s <= row) - 1;
@@ -318,14 +332,16 @@ fn observe(
             samples[w].ids[at..at + k].iter_mut().zip(ids).for_each(|(to, &id)| *to = id as u16);
             ids.iter().zip(gates).for_each(|(&id, g)| sums[w][l * e + id as usize] += g);
         }
+        Ok(())
     };
     lockstep::observe(weights, place, windows, max_memory, &mut on, &mut || {
         progress.advance(1);
         !stop.pressed()
     })?;
+    foresight.iter_mut().try_for_each(Foresight::finish)?;
     progress.finish();
     let tasks = material.tasks.iter().map(|t| t.name.clone()).collect();
-    Ok(Observed { trace: Trace { shape, layers, tasks, samples }, weights: sums, material })
+    Ok(Observed { trace: Trace { shape, layers, tasks, samples }, weights: sums, foresight, material })
 }
 
 impl Observed {

@@ -4,8 +4,10 @@
 //! `coverage.{target, budget_bytes, hot_bytes, hot_experts, total_experts, held_out, fitted, uniform, lru, left_out.<task>,
 //! by_task.<task>, single_task.<task>.{own, others}}`, `layers[].{layer, experts, hot, coverage, lru, cv, unused,
 //! unused_experts, counts_by_task.<task>}`, `stability.{halves_overlap, jaccard_tasks.<task>.<task>,
-//! by_samples[].{samples, jaccard}}`, `curve[].{fraction, static, lru, uniform}`, `text`, `definitions`, `seconds`.
+//! by_samples[].{samples, jaccard}}`, `curve[].{fraction, static, lru, uniform}`, `lookahead[].{layer, next_router, map}` (null unless
+//! asked for), `text`, `definitions`, `seconds`.
 
+use super::lookahead::Recall;
 use super::{Findings, Observed, Rule};
 use crate::calib::routing::{self, Counts, HotSet};
 use crate::cli::ProfileExpertsArgs;
@@ -14,7 +16,7 @@ use crate::report::{self, Out};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-const DEFINITIONS: [(&str, &str); 10] = [
+const DEFINITIONS: [(&str, &str); 11] = [
     ("traffic", "visits: one token in one layer makes as many as it chooses experts"),
     ("held_out", "share of the visits of every fourth text that the list covers; the list is made from the other texts"),
     ("left_out", "the same on one task, by a list of the same size made from the other tasks"),
@@ -27,6 +29,11 @@ const DEFINITIONS: [(&str, &str); 10] = [
     ("cv", "standard deviation over mean of the visits of a layer's experts"),
     ("halves_overlap", "lists made from every other text: shared experts over the size of the larger list"),
     ("jaccard_tasks", "lists of the same size made from one task each: shared over joint experts"),
+    (
+        "lookahead",
+        "share of a router's choices on held-out texts that are among as many named from what the router before it saw: by its own \
+         weights applied there, and by the map that was fitted on the other texts",
+    ),
     ("by_samples", "list made from the first texts of every task against the one made from all: shared over joint experts"),
 ];
 
@@ -88,6 +95,7 @@ pub(super) fn value(args: &ProfileExpertsArgs, observed: &Observed, found: &Find
     }
     let by_samples: Vec<Value> = found.by_samples.iter().map(|(n, j)| json!({"samples": n, "jaccard": j})).collect();
     let tokens: Vec<u8> = material.windows.iter().flat_map(|w| w.tokens.iter().flat_map(|t| t.to_le_bytes())).collect();
+    let recall = |r: &Recall| json!({"layer": r.layer, "next_router": r.next_router, "map": r.map});
     json!({
         "command": "profile-experts",
         "tool": env!("CARGO_PKG_VERSION"),
@@ -111,6 +119,7 @@ pub(super) fn value(args: &ProfileExpertsArgs, observed: &Observed, found: &Find
         "layers": layers,
         "stability": {"halves_overlap": found.halves, "jaccard_tasks": pairs, "by_samples": by_samples},
         "curve": routing::curve(&found.fitted, &found.held_out, &found.lru),
+        "lookahead": observed.foresight.as_ref().map(|f| f.recall.iter().map(recall).collect::<Vec<_>>()),
         "text": {"source": format!("tasks {}", trace.tasks.join(", ")), "sha256": measure::sha256(&tokens)},
         "definitions": DEFINITIONS.iter().map(|(k, v)| (k.to_string(), json!(v))).collect::<Map<_, _>>(),
     })
@@ -171,6 +180,15 @@ pub(super) fn print(report: &Value, observed: &Observed, found: &Findings, rule:
     if let (Some(least), Some(most)) = (pairs.first(), pairs.last()) {
         let shown = |p: &(f64, String)| format!("{:.0} % ({})", 100.0 * p.0, p.1);
         out.line(format!("lists of single tasks agree by {} to {}, shared over joint experts", shown(least), shown(most)));
+    }
+    if let Some(foresight) = &observed.foresight {
+        let cells = |r: &Recall| vec![r.layer.to_string(), share(&json!(r.next_router)), share(&json!(r.map))];
+        let rows: Vec<Vec<String>> = foresight.recall.iter().map(cells).collect();
+        let mean = |of: fn(&Recall) -> f64| foresight.recall.iter().map(of).sum::<f64>() / rows.len().max(1) as f64;
+        let (map, router) = (whole(&json!(mean(|r| r.map))), whole(&json!(mean(|r| r.next_router))));
+        out.line("");
+        out.line(format!("the maps name {map} of a router's choices a layer early, the router itself {router}"));
+        out.line(report::table(&["layer", "by its router", "by the map"], &rows));
     }
     out.line("");
     out.line(format!("list written to {}", list.display()));

@@ -6,7 +6,7 @@ use super::plain::Kind;
 use super::slots::{ring_bytes, staging_bytes};
 use super::{Options, PLANNED_TOK, Workspace};
 use crate::artifact::weights::Weights;
-use crate::ids::TensorId;
+use crate::ids::{Component, TensorId};
 use crate::model::plan::{self, Plan};
 use crate::model::spec::{Attn, ModelSpec};
 use crate::quant::format::Format;
@@ -39,8 +39,11 @@ pub(super) fn needs(spec: &ModelSpec, plan: &Plan, layout: &Layout, options: &Op
     let min_pages = context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64);
     let max_pages = (64 * context).clamp(1 << 10, 1 << 14);
     let layers = layout.expert_layers(spec, &options.visits);
+    let mut weights = layout.by_component.clone();
+    let maps = options.lookahead.bytes() as u64;
+    weights.iter_mut().filter(|(c, _)| *c == Component::Router).for_each(|(_, bytes)| *bytes += maps);
     Needs {
-        weights: layout.by_component.clone(),
+        weights,
         ring_bytes: ring_bytes(&layers),
         staging_bytes: staging_bytes(&layers),
         layers,

@@ -115,7 +115,7 @@ impl Engine {
             self.replay_routing(layer, start, num_tok, router, fetches.is_some())?;
         }
         if let Some(behind) = &behind {
-            self.guess(behind, x, num_tok)?;
+            self.guess(behind, lead, x, num_tok)?;
         }
         let chooses = (direct.logits != 0).then_some(router.experts);
         let first = launch::gate_up(g, width, f, slots, num_tok, chooses, limits);
@@ -296,17 +296,21 @@ impl Engine {
         fits.then_some(Behind { layer: next, guess: Guess { num_tok, top_k, of } })
     }
 
-    /// Logits of the router of the layer behind on this layer's input.
-    fn guess(&self, behind: &Behind, x: u64, num_tok: usize) -> Result<(), EngineError> {
+    /// Logits of the router of the layer behind on this layer's input, which `lead` norms: as a map was taught, or as that router has them.
+    fn guess(&self, behind: &Behind, lead: &Lead, x: u64, num_tok: usize) -> Result<(), EngineError> {
         let of = |b: &Block| match b {
             Block::Moe { layer, lead, router_w, router, .. } if *layer == behind.layer => Some((*lead, *router_w, *router)),
             _ => None,
         };
         let found = self.groups.iter().filter_map(|g| g.block.as_ref()).find_map(of);
-        let (GuessOf::Logits, Some(tiers), Some((lead, w, router))) = (behind.guess.of, self.store.tiers(), found) else {
+        let (GuessOf::Logits, Some(tiers), Some((next, w, router))) = (behind.guess.of, self.store.tiers(), found) else {
             return Ok(());
         };
         let w = self.store.matrix(w);
+        let (lead, w) = match tiers.map(behind.layer) {
+            Some(data) => (*lead, Matrix { data, kind: Kind::Bf16, ..w }),
+            None => (next, w),
+        };
         let half = w.kind == Kind::Bf16;
         let Some(launch) = launch::router_logits(router.experts, self.spec.width, num_tok, half, self.limits()) else {
             return Ok(());

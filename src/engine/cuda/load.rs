@@ -11,6 +11,7 @@ use super::memory::{Buffer, Event, Pinned, aligned, gigabytes};
 use super::numa::Nodes;
 use super::plain::{Kind, Matrix, Plain};
 use super::slots::{Backing, ExpertRuns, Tiers};
+use crate::artifact::lookahead::Lookahead;
 use crate::artifact::weights::{Data, Weight, Weights};
 use crate::checkpoint::CheckpointError;
 use crate::files::{self, Pages, Reader};
@@ -321,6 +322,8 @@ pub(super) struct Residency {
     pub tiered: bool,
     /// `None`: by the shape of each layer.
     pub policy: Option<Policy>,
+    /// Maps to the next routers.
+    pub lookahead: Arc<Lookahead>,
     /// Bytes a second of a slower link to imitate.
     pub link_limit: Option<f64>,
     /// Page-locked bytes beyond which a system is imitated that refuses more.
@@ -341,6 +344,7 @@ impl Residency {
             vram: VramPlan::default(),
             tiered: false,
             policy: None,
+            lookahead: Arc::default(),
             link_limit: None,
             locked_limit: None,
             nodes: None,

@@ -40,6 +40,7 @@ pub use pages::PAGE_TOKENS;
 pub use plain::Kind;
 
 use super::{Batch, EngineError, Event, Segment};
+use crate::artifact::lookahead::Lookahead;
 use crate::artifact::weights::Weights;
 use crate::files::Pages;
 use crate::ids::{LayerId, SeqId, TensorId};
@@ -96,6 +97,8 @@ pub struct Options {
     pub locked_limit: Option<u64>,
     /// How often a profile saw each expert used, `[layers with routers][E]`; empty without one.
     pub visits: Vec<Vec<u64>>,
+    /// Maps that say a layer early what a router will choose, where experts come ahead; without one the router itself does.
+    pub lookahead: Arc<Lookahead>,
     /// Slots of each layer with a router; `None`: as many as the budget allows.
     pub expert_slots: Option<usize>,
     /// Who stays in the slots; `None`: LRFU by the shape of each layer.
@@ -133,6 +136,7 @@ impl Default for Options {
             numa: Numa::Off,
             locked_limit: None,
             visits: Vec::new(),
+            lookahead: Arc::default(),
             expert_slots: None,
             policy: None,
             link_limit: None,
@@ -883,6 +887,7 @@ impl Start {
             tiered: options.expert_slots.is_some() || vram.offloaded_bytes > 0,
             vram,
             policy: options.policy,
+            lookahead: Arc::clone(&options.lookahead),
             link_limit: options.link_limit,
             locked_limit: options.locked_limit,
             nodes,

@@ -112,6 +112,8 @@ pub struct Tiers {
     list: Buffer,
     num_wave: Buffer,
     guesses: Buffer,
+    /// bf16 `[E, D]` of the layers whose routers are foreseen.
+    maps: BTreeMap<u32, Buffer>,
     /// Between the kernels and what is brought beside them, and whether there is such.
     fork: Event,
     forked: Cell<bool>,
@@ -182,6 +184,7 @@ impl Tiers {
             host.ahead = Some(Ahead::new(cold, rooms(device, layers.values())?));
         }
         let most = layers.values().map(|r| r.num).max().unwrap_or(0);
+        let maps = residency.lookahead.layers().map(|(l, map)| Ok((l, Buffer::from_slice(device, map)?)));
         let tiers = Self {
             device: Arc::clone(device),
             host: RefCell::new(host),
@@ -199,6 +202,7 @@ impl Tiers {
                 device,
                 4 * most * residency.needs.layers.iter().map(|l| MOST_GUESSES / l.top_k.max(1)).max().unwrap_or(0),
             )?,
+            maps: maps.collect::<Result<_, CudaError>>()?,
             moves: Buffer::new(device, 2 * 24 * most)?,
             known: RefCell::new(Some(owners)),
             ns_per_byte: residency.link_limit.map_or(0.0, |rate| (1e9 / rate) as f32),

@@ -16,7 +16,7 @@ pub(in crate::engine::cuda) struct Guess {
 /// Where it is from.
 #[derive(Clone, Copy)]
 pub(in crate::engine::cuda) enum GuessOf {
-    /// The highest of [`Tiers::guesses`].
+    /// The highest of [`Tiers::guesses`], which a map or the layer's own router leaves there.
     Logits,
     /// Choices `[steps][rows][K]` made beforehand, at the step that is counted there.
     Script { script: u64, step: u64, steps: usize, rows: usize },
@@ -86,6 +86,11 @@ impl Tiers {
                 FetchArgs { script, step, steps: steps as i32, rows: rows as i32, ..args }
             }
         }
+    }
+
+    /// The map that foresees a layer's router from what the one before it sees, bf16 `[E, D]`, if it was learned.
+    pub(in crate::engine::cuda) fn map(&self, layer: u32) -> Option<u64> {
+        self.maps.get(&layer).map(|map| map.at(0))
     }
 
     /// Where the logits of a layer's router are before it is the layer's turn, `[T, E]`.
