@@ -4,7 +4,7 @@
 // x      [T, D] f32; gain, shift [D] f32; W [E, D] bf16 or f32, 16-byte aligned rows; table [E][6] pointers: gate, up, down,
 //        each packed then scale
 // out    router_logits: logits [T, E] f32; planes of n(x) (common/planes.cuh) in the order of the experts' codes
-//        router_rows: ids [T, K] s32, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending
+//        router_rows: ids [T, K] s32, its own or those of a script, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending
 // needs  D % 8 == 0, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: one int, zero before the first launch
 //
 // Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8), ceil(T / tokens)),
@@ -31,6 +31,9 @@ struct RouterArgs {
   const void* w;
   const u64* table;
   int* counters;
+  const int* script;   // [steps][rows][K] choices made beforehand, for measuring shapes whose weights are random; or null
+  int* step;           // launches with it so far
+  int steps, rows;
   int T, D;
   int tokens;          // a block
   int w_is_f32;
@@ -250,7 +253,7 @@ DEV void route_rows(const RouterArgs& a) {
     for (int i = 0; i < 6; i++) table_row[i] = a.table[(size_t)threadIdx.x * 6 + i];
   dependency_wait();
   dependents_launch();
-  const int end = min_int(a.T, (blockIdx.x + 1) * a.tokens);
+  const int end = min_int(a.T, (blockIdx.x + 1) * a.tokens), step = a.script ? *a.step : 0;
 #pragma unroll 1
   for (int t = blockIdx.x * a.tokens + warp; t < end; t += warps) {
     float v[N], gate;
@@ -258,6 +261,7 @@ DEV void route_rows(const RouterArgs& a) {
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = lane + 32 * i < E ? a.logits[(size_t)t * E + lane + 32 * i] : -INFINITY_F;
     choose<N, ANY>(id, gate, a.rule, v, free_sh + warp * E);
+    if (a.script && lane < K) id = a.script[((size_t)(step % a.steps) * a.rows + t) * K + lane];
     if (lane < K) a.ids[t * K + lane] = id, a.gates[t * K + lane] = gate;
     if (lane < K && gridDim.x == 1) id_sh[t * K + lane] = id;
     __syncwarp();
@@ -267,6 +271,7 @@ DEV void route_rows(const RouterArgs& a) {
     for (int p = threadIdx.x; p < a.T * K; p += blockDim.x) id_sh[p] = load_s32_l2(a.ids + p);
   }
   __syncthreads();
+  if (a.script && threadIdx.x == 0) *a.step = step + 1;
   list_experts(a, id_sh, (u32*)router_sh, (u32*)id_sh + a.T * K, table_row);
 }
 extern "C" __global__ void __launch_bounds__(512, 1) router_rows(const __grid_constant__ RouterArgs a) { route_rows<16, 16, true>(a); }

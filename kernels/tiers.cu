@@ -562,56 +562,6 @@ extern "C" __global__ void __launch_bounds__(256) tiers_place(const __grid_const
   }
 }
 
-// Choices that were made beforehand take the place of the router's, for measuring shapes whose weights are random: ids of the step
-// and the list of experts in use. Gates stay. One block, 256 threads, T K <= 2048.
-struct ReplayArgs {
-  const int* script;  // [steps][rows][K]
-  int* step;          // launches so far
-  int* ids;           // [T, K]
-  ExpertSlot* list;
-  int* num_slots;
-  int* pairs;
-  const u64* table;   // [E][6]
-  int T, E, K;
-  int steps, rows;
-  int pending;        // as for the router
-};
-extern "C" __global__ void __launch_bounds__(256) tiers_replay(const __grid_constant__ ReplayArgs a) {
-  __shared__ u16 id_sh[2 * MOST];
-  __shared__ u32 chosen_sh[WORDS];
-  const int num_pairs = a.T * a.K, words = div_up(a.E, 32);
-  dependency_wait();
-  dependents_launch();
-  const int step = *a.step;
-  for (int w = threadIdx.x; w < words; w += blockDim.x) chosen_sh[w] = 0;
-  __syncthreads();
-  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) {
-    const int e = a.script[(size_t)(step % a.steps) * a.rows * a.K + p];
-    id_sh[p] = (u16)e, a.ids[p] = e;
-    atomicOr(chosen_sh + (e >> 5), 1u << (e & 31));
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < a.E; e += blockDim.x) {
-    if (!has(chosen_sh, e)) continue;
-    ExpertSlot* out = a.list + rank_of(chosen_sh, e);
-    int first = 0, n = 0;
-#pragma unroll 4
-    for (int p = 0; p < num_pairs; p++) first += id_sh[p] < e;
-#pragma unroll 1
-    for (int p = 0; p < num_pairs; p++) {
-      if (id_sh[p] != e) continue;
-      a.pairs[first + n] = p;
-      if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)(p / a.K);
-      n++;
-    }
-    u64* pointers = (u64*)out;
-#pragma unroll
-    for (int i = 0; i < 6; i++) pointers[i] = a.table[(size_t)e * 6 + i];
-    out->expert = e, out->first = first, out->count = n, out->arrival = 0;
-  }
-  if (threadIdx.x == 0) *a.num_slots = (a.pending ? -1 : 1) * count_of(chosen_sh, words), *a.step = step + 1;
-}
-
 // Prompts use nearly all experts: they pass through two halves of a ring, one being filled while the other is used. A wave is a
 // range of experts: its part of the list, with what is missing where the host put it, rank by rank. One block, 256 threads.
 struct WaveArgs {

@@ -110,10 +110,7 @@ impl Engine {
         let waves = waves.transpose()?.flatten();
         let fetches = tiers.filter(|_| waves.is_none());
         let behind = behind.filter(|_| fetches.is_some() && self.fast.overlaps());
-        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok, fetches.is_some())?;
-        if decode {
-            self.replay_routing(layer, start, num_tok, router, fetches.is_some())?;
-        }
+        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok, decode, fetches.is_some())?;
         if let Some(behind) = &behind {
             self.guess(behind, lead, x, num_tok)?;
         }
@@ -219,7 +216,7 @@ impl Engine {
     }
 
     /// Planes of the experts' input, and experts, gates and list of a run of tokens; or what the experts' kernels need to choose
-    /// themselves. `pending`: another kernel makes the list that the products take.
+    /// themselves. `decode`: choices made beforehand take the place of its own; `pending`: another kernel makes the list that the products take.
     #[allow(clippy::too_many_arguments)]
     fn route(
         &self,
@@ -231,10 +228,12 @@ impl Engine {
         x: u64,
         start: usize,
         num_tok: usize,
+        decode: bool,
         pending: bool,
     ) -> Result<DirectRoute, EngineError> {
         let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
         let planes = &self.work.expert_planes;
+        let script = self.scripts.get(&layer).filter(|s| decode && start == 0 && num_tok <= s.rows);
         let args = RouterArgs {
             logits: self.work.router_logits.at(start * experts * 4),
             ids: self.work.experts.at(start * top_k * 4),
@@ -246,6 +245,10 @@ impl Engine {
             x_scale: planes.scales.at(0),
             table: self.store.addresses(layer),
             counters: self.work.counters.at(self.work.router_counters_at),
+            script: script.map_or(0, |s| s.choices.at(0)),
+            step: script.map_or(0, |s| s.step.at(0)),
+            steps: script.map_or(0, |s| s.steps as i32),
+            rows: script.map_or(0, |s| s.rows as i32),
             bits: bits as i32,
             pending: pending as i32,
             ..self.router_args(lead, w, router, x, num_tok)
@@ -264,7 +267,7 @@ impl Engine {
             self.planes(&launch::planes_name(bits, wide), planes, Source::Normed(lead, x), width, num_tok)?;
         }
         let plain_top = matches!(router.select, Select::Top);
-        let listed = self.store.tiers().is_some() || self.scripts.contains_key(&layer);
+        let listed = self.store.tiers().is_some() || script.is_some();
         if plain_top && !listed && launch::routes_directly(experts, top_k, num_tok) {
             let RouterArgs { logits, table, ids, gates, rule, .. } = args;
             return Ok(DirectRoute { logits, table, ids, gates, rule, pad: 0 });
@@ -346,35 +349,5 @@ impl Engine {
             },
             ..RouterArgs::ZERO
         }
-    }
-
-    /// Puts choices made beforehand in the place of the router's, if there are any.
-    fn replay_routing(
-        &self,
-        layer: u32,
-        start: usize,
-        num_tok: usize,
-        router: &RouterSpec,
-        pending: bool,
-    ) -> Result<(), EngineError> {
-        let Some(script) = self.scripts.get(&layer).filter(|s| start == 0 && num_tok <= s.rows) else {
-            return Ok(());
-        };
-        let args = ReplayArgs {
-            script: script.choices.at(0),
-            step: script.step.at(0),
-            ids: self.work.experts.at(0),
-            list: self.work.expert_slots.at(0),
-            num_slots: self.work.num_slots.at(0),
-            pairs: self.work.pairs.at(0),
-            table: self.store.addresses(layer),
-            t: num_tok as i32,
-            e: router.experts as i32,
-            k: router.top_k as i32,
-            steps: script.steps as i32,
-            rows: script.rows as i32,
-            pending: pending as i32,
-        };
-        Ok(self.fast.launch("tiers_replay", launch::tokens(1), &args)?)
     }
 }

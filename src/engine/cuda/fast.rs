@@ -78,6 +78,10 @@ structs! {
         w: u64,
         table: u64,
         counters: u64,
+        script: u64,
+        step: u64,
+        steps: i32,
+        rows: i32,
         t: i32,
         d: i32,
         tokens: i32,
@@ -314,22 +318,6 @@ structs! {
         end: i32,
         run_bytes: i32,
     }
-    /// Choices made beforehand.
-    ReplayArgs in "tiers.cu" {
-        script: u64,
-        step: u64,
-        ids: u64,
-        list: u64,
-        num_slots: u64,
-        pairs: u64,
-        table: u64,
-        t: i32,
-        e: i32,
-        k: i32,
-        steps: i32,
-        rows: i32,
-        pending: i32,
-    }
     /// Queries in latent space, and the new row of the cache.
     LatentQueryArgs in "latent.cu" {
         query: u64,
@@ -537,7 +525,7 @@ fn names(program: &Source) -> Vec<String> {
             let planes = [4, 8, 16].into_iter().flat_map(|bits| ["w", "k"].map(|order| format!("planes_{order}{bits}")));
             planes.chain(["moe_combine", "add_gated", "argmax_rows"].map(String::from)).collect()
         }
-        "tiers.cu" => ["tiers_fetch", "tiers_ahead", "tiers_place", "tiers_replay", "tiers_wave"].map(String::from).to_vec(),
+        "tiers.cu" => ["tiers_fetch", "tiers_ahead", "tiers_place", "tiers_wave"].map(String::from).to_vec(),
         "sample.cu" => ["sample_best", "sample_bins", "sample_draw"].map(String::from).to_vec(),
         _ => Vec::new(),
     }
