@@ -76,9 +76,12 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// What is left where [`bring`] copies while others compute, and so has multiprocessors of its own, as [`fetch`] then.
+    /// What is left where [`bring`] copies while others compute, and so has multiprocessors of its own, as [`fetch`] then; one of each
+    /// shares them where both fit.
     pub fn beside_fetches(self, ahead: bool) -> Self {
-        let kept = if ahead && self.bulk_copies { 1 + 2 * staged_copies(self).0 } else { 0 };
+        let (blocks, stages) = staged_copies(self);
+        let fit = (self.sm_shared_bytes / (stages * COPY_PIECE + COPY_KNOWN)).clamp(1, 2);
+        let kept = if ahead && self.bulk_copies { 1 + (2 * blocks).div_ceil(fit) } else { 0 };
         Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
     }
 }
@@ -545,8 +548,8 @@ const COPY_PIECE: usize = 256 * 16 * 4;
 const COPY_MOST_STAGES: usize = 8;
 /// Bytes in flight from which a link is busy even while pieces are counted, and most blocks that have them: one multiprocessor of so many.
 const COPY_AHEAD: usize = 768 << 10;
-const COPY_SHARE: usize = 16;
-const COPY_MOST: usize = 8;
+const COPY_SHARE: usize = 9;
+const COPY_MOST: usize = 12;
 /// Shared memory that pieces leave to what the kernel knows of two layers.
 const COPY_KNOWN: usize = 32 << 10;
 
@@ -706,13 +709,14 @@ mod tests {
         let small = Limits { bulk_copies: true, ..RTX_3090 };
         let smallest = Limits { num_sm: 12, ..small };
         for (limits, ahead, stages, blocks) in
-            [(H200, true, 6, 9), (small, true, 4, 6), (smallest, true, 4, 2), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
+            [(H200, true, 4, 13), (small, true, 4, 10), (smallest, true, 4, 2), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
         {
             let found = fetch(&[(128, 64), (1024, 1024)], ahead, limits);
             assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
             assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
         }
-        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 17);
+        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 13);
+        assert_eq!(small.beside_fetches(true).num_sm, 82 - 19);
         assert_eq!((RTX_3090.beside_fetches(true).num_sm, H200.beside_fetches(false).num_sm), (82, 132));
     }
 
