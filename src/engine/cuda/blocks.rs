@@ -1,11 +1,12 @@
 //! Blocks as launches of the fast kernels. A block whose shapes or formats no fast kernel takes is left to the plain steps.
 
+use super::Engine;
+use super::batch::View;
 use super::fast::*;
 use super::fuse::{Block, DecodePart, LatentPart, Lead, Product};
 use super::launch::{self, Limits, Width};
 use super::plain::{Kind, Matrix};
 use super::workspace::Planes;
-use super::{Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::{NormKind, Pairing};

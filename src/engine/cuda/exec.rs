@@ -1,10 +1,11 @@
 //! The steps of a plan as launches of the plain kernels: one exhaustive `match`.
 
+use super::batch::View;
 use super::experts::Beside;
 use super::fast::FetchArgs;
 use super::launch;
 use super::plain::{Pages, Router};
-use super::{CudaError, Engine, View, tiles};
+use super::{CudaError, Engine, tiles};
 use crate::engine::EngineError;
 use crate::model::plan::{Slot, Step};
 use crate::model::spec::{NormKind, Pairing, RouterSpec, Score, Select};

@@ -1,5 +1,6 @@
 //! Router and experts as launches of `router.cu`, `moe.cu`, `linear.cu` and `tiers.cu`.
 
+use super::batch::View;
 use super::blocks::{Output, Source, norm_code, width};
 use super::exec::rule;
 use super::fast::*;
@@ -7,7 +8,7 @@ use super::fuse::{Block, Lead, SharedPart};
 use super::launch;
 use super::plain::{Kind, Matrix};
 use super::slots::{Guess, GuessOf, Half, MOST_GUESSES, Tiers};
-use super::{EXPERTS_TOK, Engine, View};
+use super::{EXPERTS_TOK, Engine};
 use crate::engine::EngineError;
 use crate::model::plan::Slot;
 use crate::model::spec::{RouterSpec, Select};

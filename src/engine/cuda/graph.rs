@@ -4,14 +4,15 @@
 //! host only launches. A graph is captured for the exact number of sequences when it is first met, since padding rows would
 //! choose experts of their own and have them read for nothing.
 
+use super::Engine;
 use super::ahead::UNTIMED;
+use super::batch::View;
 use super::device::{CudaError, Device, During};
 use super::fast::ArgmaxArgs;
 use super::launch::{self, DECODE_TOK};
 use super::memory::{Buffer, Event, Pinned};
 use super::sampling::{Choice, FAULT_WORDS, Sampling};
 use super::slots::Tiers;
-use super::{Engine, View};
 use crate::engine::{Batch, EngineError, Rows, Turn};
 use crate::ids::SeqId;
 use crate::model::plan::Slot;

@@ -1,9 +1,10 @@
 //! Decoding with latent attention: three launches of `latent.cu`.
 
+use super::Engine;
+use super::batch::View;
 use super::fast::{LatentAttentionArgs, LatentQueryArgs, LatentValueArgs};
 use super::fuse::LatentPart;
 use super::launch;
-use super::{Engine, View};
 use crate::engine::EngineError;
 use crate::model::plan::Slot;
 use crate::model::spec::Pairing;

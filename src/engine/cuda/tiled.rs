@@ -1,10 +1,11 @@
 //! Steps of many tokens as products in tiles; what is no product is left to the plain kernels.
 
+use super::batch::View;
 use super::device::{CudaError, Device};
 use super::memory::Buffer;
 use super::module::{Module, program};
 use super::tiles::{self, Tiles};
-use super::{Engine, View, launch};
+use super::{Engine, launch};
 use crate::engine::EngineError;
 use crate::ids::LayerId;
 use crate::model::plan::{Heads, Slot, Step};
