@@ -1,6 +1,6 @@
 //! What a model needs of the memory of a GPU, from headers or a spec alone: no device is asked.
 
-use super::load::Layout;
+use super::layout::Layout;
 use super::pages::PAGE_TOKENS;
 use super::plain::Kind;
 use super::slots::{ring_bytes, staging_bytes};

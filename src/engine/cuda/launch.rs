@@ -1,5 +1,11 @@
 //! Launch geometry: from a problem to blocks, threads and shared memory. Pure, so that it can be tested without a GPU.
 
+mod attention;
+mod copies;
+
+pub use attention::*;
+pub use copies::*;
+
 /// How a kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
@@ -75,17 +81,6 @@ pub struct Limits {
     pub bulk_copies: bool,
 }
 
-impl Limits {
-    /// What is left where [`bring`] copies while others compute, and so has multiprocessors of its own, as [`fetch`] then; one of each
-    /// shares them where both fit.
-    pub fn beside_fetches(self, ahead: bool) -> Self {
-        let (blocks, stages) = staged_copies(self);
-        let fit = (self.sm_shared_bytes / (stages * COPY_PIECE + COPY_KNOWN)).clamp(1, 2);
-        let kept = if ahead && self.bulk_copies { 1 + (2 * blocks).div_ceil(fit) } else { 0 };
-        Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
-    }
-}
-
 /// Tokens up to which a product makes the planes of its own input.
 pub const STAGED_TOK: usize = 4;
 /// Tokens up to which decode kernels and graphs are used.
@@ -109,8 +104,6 @@ const STREAM_STATIC: usize = 4096;
 const FEW_TOK: usize = 32;
 /// Output rows from which a product for few tokens does not split k.
 const TALL_ROWS: usize = 40_000;
-/// Blocks of decode attention that leave partial results.
-pub const SPLIT_BLOCKS: usize = 128;
 /// Cost of a pass over weights, in tokens.
 const PASS_COST: usize = 16;
 /// Output rows of a block of the products by warpgroups, and its threads.
@@ -540,124 +533,9 @@ pub fn down(
     Some(DownLaunch { grid, chunk, stages, split })
 }
 
-/// Blocks that copy experts by registers, a megabyte in flight together.
-const COPY_BLOCKS: usize = 64;
-/// Bytes that one of them copies at a time; `PIECE` in `tiers.cu`.
-const COPY_PIECE: usize = 256 * 16 * 4;
-/// Most pieces that one of them has in shared memory; `MOST_STAGES` there.
-const COPY_MOST_STAGES: usize = 8;
-/// Bytes in flight from which a link is busy even while pieces are counted, and most blocks that have them: one multiprocessor of so many.
-const COPY_AHEAD: usize = 768 << 10;
-const COPY_SHARE: usize = 9;
-const COPY_MOST: usize = 12;
-/// Shared memory that pieces leave to what the kernel knows of two layers.
-const COPY_KNOWN: usize = 32 << 10;
-
-/// How experts are brought over the link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FetchLaunch {
-    /// A block that decides, and those that copy.
-    pub grid: Grid,
-    /// Pieces that pass through shared memory at a time.
-    pub stages: usize,
-}
-
-/// Blocks that copy through shared memory, and pieces that each has there.
-fn staged_copies(limits: Limits) -> (usize, usize) {
-    let fit = (limits.block_shared_bytes.saturating_sub(COPY_KNOWN) / COPY_PIECE).max(1);
-    let blocks = (limits.num_sm / COPY_SHARE).clamp(1, COPY_MOST);
-    (blocks, COPY_AHEAD.div_ceil(blocks * COPY_PIECE).min(fit).min(COPY_MOST_STAGES))
-}
-
-/// Missing experts over the link, of layers with so many experts and slots: the one they are for and the one behind. By registers of many
-/// blocks, which begin sooner, or through shared memory of a few, which leave room for what others do meanwhile if any are brought `ahead`.
-pub fn fetch(layers: &[(usize, usize)], ahead: bool, limits: Limits) -> FetchLaunch {
-    let known = layers.iter().map(|&(experts, slots)| 12 * experts + 16 * slots + 12 * experts.div_ceil(32)).max();
-    let (blocks, stages) = if ahead && limits.bulk_copies { staged_copies(limits) } else { (COPY_BLOCKS.min(limits.num_sm), 0) };
-    let grid = Grid::new([1 + blocks, 1, 1], 256).shared(stages * COPY_PIECE + known.unwrap_or(0));
-    FetchLaunch { grid, stages }
-}
-
-/// Experts for the layer behind, over the same link.
-pub fn bring(limits: Limits) -> FetchLaunch {
-    let (blocks, stages) = staged_copies(limits);
-    FetchLaunch { grid: Grid::new([blocks, 1, 1], 256).shared(stages * COPY_PIECE), stages }
-}
-
-/// Pieces in which so many bytes of an expert are copied.
-pub fn fetch_pieces(bytes: usize) -> usize {
-    bytes.div_ceil(COPY_PIECE)
-}
-
 /// The sum over ranks.
 pub fn combine(d: usize, num_tok: usize) -> Grid {
     Grid::new([d.div_ceil(512), num_tok, 1], 128)
-}
-
-/// Most blocks that share the pages of one sequence and head.
-pub fn attention_splits(kv_heads: usize, num_tok: usize) -> usize {
-    const MOST_SPLITS: usize = 32;
-    (SPLIT_BLOCKS / (kv_heads * num_tok.max(1))).clamp(1, MOST_SPLITS)
-}
-
-/// The narrowest instance of decode attention for so many query heads a key head.
-pub fn attention_name(head_dim: usize, group: usize) -> String {
-    if group <= 8 { format!("attention_decode_d{head_dim}") } else { format!("attention_decode_wide_d{head_dim}") }
-}
-
-/// Decode attention.
-pub fn attention(head_dim: usize, heads: usize, kv_heads: usize, num_tok: usize) -> Grid {
-    const WARPS: usize = 8;
-    let rows = if heads / kv_heads <= 8 { 8 } else { 16 };
-    let pages = WARPS * 2 * 16 * (head_dim + 8) * 2;
-    let merge = WARPS * rows * (head_dim + 4) * 4;
-    let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + 18 * head_dim * 4;
-    Grid::new([attention_splits(kv_heads, num_tok), kv_heads, num_tok], 32 * WARPS as u32).shared(shared)
-}
-
-/// Attention of runs of new tokens.
-pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid {
-    const RUN: usize = 64;
-    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(6 * RUN * (head_dim + 8) * 2)
-}
-
-/// Ranks of latents that kernels were built for, with rotary parts of [`LATENT_ROPE`].
-pub const LATENT_RANKS: [usize; 1] = [512];
-/// Rotary elements of a latent row.
-pub const LATENT_ROPE: usize = 64;
-/// Most elements of a latent head without position.
-pub const LATENT_NOPE: usize = 128;
-/// Tokens of a tile of latents; `TILE` in `latent.cu`.
-const LATENT_TILE: usize = 32;
-
-/// Most blocks that share the latents of one sequence and sixteen heads.
-pub fn latent_splits(heads: usize, num_tok: usize) -> usize {
-    (128 / (num_tok.max(1) * heads.div_ceil(16))).clamp(1, 64)
-}
-
-/// Queries in latent space.
-pub fn latent_query(rank: usize, heads: usize, num_tok: usize) -> Grid {
-    Grid::new([rank / 64, heads, num_tok.div_ceil(8)], 256)
-}
-
-/// Attention on latents.
-pub fn latent_attention(rank: usize, heads: usize, num_tok: usize, limits: Limits) -> Grid {
-    const SMALL_SHARED_BYTES: usize = 128 << 10;
-    let queries = if limits.block_shared_bytes < SMALL_SHARED_BYTES { 0 } else { 16 };
-    let tiles = (2 * LATENT_TILE + queries) * (rank + LATENT_ROPE + 8) * 2;
-    let scores = 4 * 16 * (LATENT_TILE + 4) * 4 + 2 * 16 * (LATENT_TILE + 8) * 2;
-    Grid::new([latent_splits(heads, num_tok), heads.div_ceil(16), num_tok], 256).shared(tiles + scores)
-}
-
-/// From mixed latents to values, with the rows of a block: each block merges the splits of its tokens, so that many tokens take
-/// fewer and larger ones.
-pub fn latent_value(v: usize, heads: usize, num_tok: usize) -> (Grid, usize) {
-    let rows = match num_tok {
-        0..=2 => 16,
-        3..=8 => 32,
-        _ => 64,
-    };
-    (Grid::new([v.div_ceil(rows), heads, num_tok.div_ceil(4)], 256), rows)
 }
 
 /// Slices of a row of logits, and bins of a histogram of weights; `SLICES` and `BINS` in `sample.cu`.
@@ -681,7 +559,7 @@ pub fn argmax(num_rows: usize) -> Grid {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// Every row and token is covered, and no block is wholly idle.
@@ -697,28 +575,10 @@ mod tests {
         }
     }
 
-    const H200: Limits =
+    pub(super) const H200: Limits =
         Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true, bulk_copies: true };
-    const RTX_3090: Limits =
+    pub(super) const RTX_3090: Limits =
         Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false, bulk_copies: false };
-
-    /// Copies fit on cards with much and with little shared memory and many and few multiprocessors, beside the largest layers, and leave
-    /// most of those to others. Counted by hand.
-    #[test]
-    fn copies_through_shared_memory_fit() {
-        let small = Limits { bulk_copies: true, ..RTX_3090 };
-        let smallest = Limits { num_sm: 12, ..small };
-        for (limits, ahead, stages, blocks) in
-            [(H200, true, 4, 13), (small, true, 4, 10), (smallest, true, 4, 2), (RTX_3090, true, 0, 65), (H200, false, 0, 65)]
-        {
-            let found = fetch(&[(128, 64), (1024, 1024)], ahead, limits);
-            assert_eq!((found.stages, found.grid.blocks), (stages, [blocks, 1, 1]));
-            assert!(found.grid.shared_bytes as usize <= limits.block_shared_bytes);
-        }
-        assert_eq!(H200.beside_fetches(true).num_sm, 132 - 13);
-        assert_eq!(small.beside_fetches(true).num_sm, 82 - 19);
-        assert_eq!((RTX_3090.beside_fetches(true).num_sm, H200.beside_fetches(false).num_sm), (82, 132));
-    }
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]
@@ -759,20 +619,6 @@ mod tests {
                         assert!(l.stages % (8_usize.div_ceil(l.split)) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                     }
                 }
-            }
-        }
-    }
-
-    /// Partial results of latent attention stay within what is kept for `DECODE_TOK` tokens of two splits, at any number of heads.
-    #[test]
-    fn latent_splits_fit_the_workspace() {
-        for t in 1..=DECODE_TOK {
-            for heads in [1, 16, 17, 128] {
-                assert!(latent_splits(heads, t) * t <= 2 * DECODE_TOK, "{heads} {t}");
-            }
-            for limits in [H200, RTX_3090] {
-                let shared = latent_attention(512, 16, t, limits).shared_bytes as usize;
-                assert!(shared <= limits.block_shared_bytes, "{shared}");
             }
         }
     }

@@ -2,9 +2,10 @@
 
 use super::super::device::CudaError;
 use super::super::launch::{self, Grid};
-use super::super::load::{Stager, float_kind};
+use super::super::layout::float_kind;
 use super::super::memory::{Buffer, aligned};
 use super::super::plain::{Kind, Matrix};
+use super::super::stager::Stager;
 use super::super::tiles;
 use super::kernels::{Form, Prepared, Tile};
 use super::{Solver, Sums};
