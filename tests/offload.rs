@@ -333,16 +333,16 @@ fn same_with_little_host_memory(open: &dyn Fn(Options) -> Engine, slots: usize, 
     let (expected, roomy) = run(open(Options { expert_slots: None, ..options.clone() }));
     drop(roomy);
     let plan = open(options.clone()).vram().clone();
-    let (least, all) = (plan.smallest_host_bytes, plan.host_bytes);
+    let (least, all) = (plan.host.smallest_bytes, plan.host.bytes);
     for host_bytes in [least, (2 * least + all) / 3, (least + 2 * all) / 3, all] {
         let (found, engine) = run(open(Options { host_bytes, ..options.clone() }));
         let plan = engine.vram();
         let traffic = engine.tiers().unwrap().take_traffic().unwrap();
         println!(
             "{slots} slots, {host_bytes} bytes of {least} to {all}, {kernels:?}: permanent {:?}, copies {:?}, {traffic:?}",
-            plan.permanent, plan.host_slots
+            plan.host.permanent, plan.host.slots
         );
-        assert!(plan.host_bytes <= host_bytes && (plan.disk_bytes > 0) == (traffic.disk_bytes > 0));
+        assert!(plan.host.bytes <= host_bytes && (plan.host.disk_bytes > 0) == (traffic.disk_bytes > 0));
         assert!(found == expected, "{slots} slots, {host_bytes} bytes, {kernels:?}");
     }
 }
@@ -379,13 +379,13 @@ fn slots_may_come_and_go_while_a_model_runs() {
     drop(whole);
     let options = Options { expert_slots: Some(20), ..Options::default() };
     let plan = random(&spec, options.clone()).vram().clone();
-    for host_bytes in [plan.host_bytes, plan.host_bytes * 9 / 10, plan.smallest_host_bytes] {
+    for host_bytes in [plan.host.bytes, plan.host.bytes * 9 / 10, plan.host.smallest_bytes] {
         let engine = random(&spec, Options { host_bytes, ..options.clone() });
         let mut wanted = [8, 40, 1, 63, 64, 20, 12].into_iter().cycle();
         let mut change = |engine: &mut Engine| {
             let slots = wanted.next().unwrap();
             engine.set_expert_slots(slots).unwrap();
-            for ((_, had), least) in engine.tiers().unwrap().slots().into_iter().zip(&engine.vram().permanent) {
+            for ((_, had), least) in engine.tiers().unwrap().slots().into_iter().zip(&engine.vram().host.permanent) {
                 assert_eq!(had, slots.max(*least));
             }
         };
@@ -511,7 +511,7 @@ fn refused_page_locked_memory_costs_time_only() {
     let options = Options { expert_slots: Some(4), ..Options::default() };
     let plan = tiny(options.clone()).vram().clone();
     for share in [90, 75, 60] {
-        let locked_limit = Some(plan.host_bytes * share / 100);
+        let locked_limit = Some(plan.host.bytes * share / 100);
         let (found, mut engine) = run(tiny(Options { locked_limit, ..options.clone() }));
         let notes = engine.take_notes();
         println!("{share} %: {notes:?}");
@@ -534,7 +534,7 @@ fn a_model_that_is_deleted_or_cut_short_gives_no_wrong_token() {
     let (expected, whole) = run(tiny(Options::default()));
     drop(whole);
     let options = Options { expert_slots: Some(2), ..Options::default() };
-    let least = tiny(options.clone()).vram().smallest_host_bytes;
+    let least = tiny(options.clone()).vram().host.smallest_bytes;
     let copied = || {
         let dir = tempfile::tempdir().unwrap();
         for entry in std::fs::read_dir(fixture()).unwrap() {
@@ -542,7 +542,7 @@ fn a_model_that_is_deleted_or_cut_short_gives_no_wrong_token() {
             std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
         }
         let engine = open(dir.path(), Options { host_bytes: least, ..options.clone() });
-        assert!(engine.vram().disk_bytes > 0);
+        assert!(engine.vram().host.disk_bytes > 0);
         (dir, engine)
     };
     let (dir, engine) = copied();
@@ -575,14 +575,14 @@ fn slots_hold_what_the_rule_says() {
     for policy in [Policy::Static, Policy::Lru, Policy::Lfu, Policy::Lrfu { shift: 2 }, Policy::Lrfu { shift: 6 }] {
         follows_the_rule(&spec, policy, u64::MAX);
     }
-    let all = random(&spec, Options { expert_slots: Some(20), ..Options::default() }).vram().host_bytes;
+    let all = random(&spec, Options { expert_slots: Some(20), ..Options::default() }).vram().host.bytes;
     follows_the_rule(&spec, Policy::Lrfu { shift: 3 }, all * 9 / 10);
 }
 
 fn follows_the_rule(spec: &ModelSpec, policy: Policy, host_bytes: u64) {
     let mut engine = random(spec, Options { expert_slots: Some(20), policy: Some(policy), host_bytes, ..Options::default() });
     let layer = Layer { experts: 64, top_k: 8, slot_bytes: 0, visits: Vec::new() };
-    let permanent = engine.vram().permanent.clone();
+    let permanent = engine.vram().host.permanent.clone();
     assert_eq!(permanent.iter().any(|&p| p > 0), host_bytes < u64::MAX);
     let mut twins: Vec<Twin> = permanent.iter().map(|&p| Twin::new(policy, &layer, 20).permanent(p)).collect();
     let mut moved = 0;

@@ -93,8 +93,8 @@ pub(super) fn shown(plan: &VramPlan, batch: usize) -> String {
     if plan.offloaded_bytes > 0 {
         text += &format!("\n{}", table(&["host memory", "bytes"], &host(plan)));
         text += &format!("\nall experts fit into GPU memory from {}", bytes(plan.resident_bytes));
-        if plan.host_bytes > plan.host_budget_bytes {
-            let least = plan.smallest_host_bytes;
+        if !plan.host.fits() {
+            let least = plan.host.smallest_bytes;
             text += &format!("\n--host-budget is too small: the least that works is {least} ({})", bytes(least));
         }
     }
@@ -103,14 +103,14 @@ pub(super) fn shown(plan: &VramPlan, batch: usize) -> String {
 
 /// What lies outside of the GPU's memory.
 fn host(plan: &VramPlan) -> Vec<Vec<String>> {
-    let (copies, permanent): (usize, usize) = (plan.host_slots.iter().sum(), plan.permanent.iter().sum());
-    let mut rows = vec![vec![format!("page-locked: copies of {copies} experts"), bytes(plan.host_bytes)]];
+    let (copies, permanent): (usize, usize) = (plan.host.slots.iter().sum(), plan.host.permanent.iter().sum());
+    let mut rows = vec![vec![format!("page-locked: copies of {copies} experts"), bytes(plan.host.bytes)]];
     if permanent > 0 {
         rows.push(vec![format!("no copy: {permanent} experts stay in GPU memory for good"), "-".into()]);
     }
-    if plan.disk_bytes > 0 {
+    if plan.host.disk_bytes > 0 {
         let left = plan.experts - copies - permanent;
-        rows.push(vec![format!("read from the disk when needed: {left} experts"), bytes(plan.disk_bytes)]);
+        rows.push(vec![format!("read from the disk when needed: {left} experts"), bytes(plan.host.disk_bytes)]);
     }
     rows
 }

@@ -48,18 +48,9 @@ pub struct VramPlan {
     pub profiled: bool,
     /// Experts without a slot.
     pub offloaded_bytes: u64,
-    /// Slots of each layer whose experts never leave, so that they need no copy in host memory.
-    pub permanent: Vec<usize>,
-    /// Copies in page-locked host memory, by layer.
-    pub host_slots: Vec<usize>,
-    /// Page-locked host memory that is taken: the copies, and what experts from the disk pass through.
-    pub host_bytes: u64,
-    /// The least that works, and what was allowed.
-    pub smallest_host_bytes: u64,
-    /// What was allowed.
-    pub host_budget_bytes: u64,
-    /// Experts that are read from the disk whenever they are needed and neither in a slot nor in host memory by then.
-    pub disk_bytes: u64,
+    /// And in the memory of the host.
+    #[serde(flatten)]
+    pub host: HostPlan,
     /// Through which prompts have experts without a slot pass.
     pub ring_bytes: u64,
     /// Pages of keys and values.
@@ -78,6 +69,34 @@ pub struct VramPlan {
     pub budget_bytes: u64,
     /// The smallest budget in which every expert has a slot.
     pub resident_bytes: u64,
+}
+
+/// What lies in the memory of the host, and what on the disk alone.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct HostPlan {
+    /// Slots of each layer whose experts never leave, so that they need no copy in host memory.
+    pub permanent: Vec<usize>,
+    /// Copies in page-locked memory, by layer.
+    #[serde(rename = "host_slots")]
+    pub slots: Vec<usize>,
+    /// Page-locked memory that is taken: the copies, and what experts from the disk pass through.
+    #[serde(rename = "host_bytes")]
+    pub bytes: u64,
+    /// The least that works.
+    #[serde(rename = "smallest_host_bytes")]
+    pub smallest_bytes: u64,
+    /// What was allowed.
+    #[serde(rename = "host_budget_bytes")]
+    pub budget_bytes: u64,
+    /// Experts that are read from the disk whenever they are needed and neither in a slot nor in host memory by then.
+    pub disk_bytes: u64,
+}
+
+impl HostPlan {
+    /// Whether it is within what was allowed.
+    pub fn fits(&self) -> bool {
+        self.bytes <= self.budget_bytes
+    }
 }
 
 impl Needs {
@@ -117,12 +136,7 @@ impl Needs {
             slots,
             slot_bytes,
             offloaded_bytes,
-            permanent: host.permanent,
-            host_slots: host.slots,
-            host_bytes: host.bytes,
-            smallest_host_bytes: host.smallest_bytes,
-            host_budget_bytes,
-            disk_bytes: host.disk_bytes,
+            host,
             ring_bytes,
             pages,
             cache_bytes,
@@ -139,12 +153,12 @@ impl Needs {
     /// as many slots as need be never change hands and their experts' copies are given back, down to one token's slots that do.
     /// Where that is too little too, half of those slots stay, and copies are spent like slots are: the rest is on the disk. Below one
     /// token's copies the plan takes more than the budget.
-    fn host(&self, slots: &[usize], budget_bytes: u64) -> Host {
+    fn host(&self, slots: &[usize], budget_bytes: u64) -> HostPlan {
         let bytes = |n: &[usize]| self.slot_bytes(n);
         let all: Vec<usize> = self.layers.iter().map(|l| l.experts).collect();
         let none = vec![0; all.len()];
         if slots == all {
-            return Host { permanent: all, slots: none, bytes: 0, disk_bytes: 0, smallest_bytes: 0 };
+            return HostPlan { permanent: all, slots: none, budget_bytes, ..HostPlan::default() };
         }
         let without = |permanent: &[usize]| all.iter().zip(permanent).map(|(e, p)| e - p).collect::<Vec<_>>();
         let most: Vec<usize> = self.layers.iter().zip(slots).map(|(l, &s)| s.saturating_sub(l.floor())).collect();
@@ -169,24 +183,15 @@ impl Needs {
                 let disk_bytes = bytes(&all) - bytes(&held);
                 let copies: Vec<usize> = held.iter().zip(&half).map(|(n, p)| n - p).collect();
                 let bytes = bytes(&copies) + self.staging_bytes;
-                return Host { permanent: half, slots: copies, bytes, disk_bytes, smallest_bytes };
+                return HostPlan { permanent: half, slots: copies, bytes, smallest_bytes, budget_bytes, disk_bytes };
             }
         }
-        Host { slots: without(&permanent), permanent, bytes: taken, disk_bytes: 0, smallest_bytes }
+        HostPlan { slots: without(&permanent), permanent, bytes: taken, smallest_bytes, budget_bytes, disk_bytes: 0 }
     }
 
     /// A plan with the same slots where host memory is another.
     pub fn beside(&self, plan: &VramPlan, host_budget_bytes: u64) -> VramPlan {
-        let host = self.host(&plan.slots, host_budget_bytes);
-        VramPlan {
-            permanent: host.permanent,
-            host_slots: host.slots,
-            host_bytes: host.bytes,
-            smallest_host_bytes: host.smallest_bytes,
-            host_budget_bytes,
-            disk_bytes: host.disk_bytes,
-            ..plan.clone()
-        }
+        VramPlan { host: self.host(&plan.slots, host_budget_bytes), ..plan.clone() }
     }
 }
 
@@ -206,15 +211,6 @@ impl VramPlan {
             ..self.clone()
         }
     }
-}
-
-/// Copies of experts in host memory.
-struct Host {
-    permanent: Vec<usize>,
-    slots: Vec<usize>,
-    bytes: u64,
-    disk_bytes: u64,
-    smallest_bytes: u64,
 }
 
 /// The slots without as many as free so many bytes, each time one of the layer that has most beyond its permanent ones; `None` if
@@ -316,7 +312,7 @@ mod tests {
         assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes), (10, &[2, 3][..], 300));
         assert!((p.coverage - (0.8 + 1.0) / 2.0).abs() < 1e-15 && p.profiled, "two divisions: 1e-15");
         let p = at(1200);
-        assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes, p.host_bytes), (14, &[4, 4][..], 0, 0));
+        assert_eq!((p.pages, &p.slots[..], p.offloaded_bytes, p.host.bytes), (14, &[4, 4][..], 0, 0));
         let p = at(1 << 40);
         assert_eq!((p.pages, p.cache_tok, p.total_bytes), (50, 800, 260 + 800 + 500));
     }
@@ -327,7 +323,7 @@ mod tests {
     fn the_ring_comes_with_the_first_expert_without_a_slot() {
         let needs = Needs { ring_bytes: 90, ..needs() };
         let p = plan(&needs, 1159, 1 << 40).unwrap();
-        assert_eq!((p.ring_bytes, &p.slots[..], p.host_bytes, p.total_bytes), (90, &[4, 3][..], 800, 260 + 700 + 90 + 100));
+        assert_eq!((p.ring_bytes, &p.slots[..], p.host.bytes, p.total_bytes), (90, &[4, 3][..], 800, 260 + 700 + 90 + 100));
         let large = Needs { ring_bytes: 450, ..needs.clone() };
         assert_eq!(plan(&large, 1099, 0), Err(TooSmall { smallest_bytes: 260 + 800 + 40 }));
         assert_eq!(plan(&large, 1100, 0).unwrap().ring_bytes, 0);

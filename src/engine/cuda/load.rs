@@ -101,14 +101,14 @@ impl Residency {
     /// A plan that does without what was refused; the error if there is none.
     fn without(&mut self, error: CudaError) -> Result<(), CudaError> {
         match error {
-            CudaError::PageLocked { had_bytes, .. } if had_bytes < self.vram.host_bytes => {
+            CudaError::PageLocked { had_bytes, .. } if had_bytes < self.vram.host.bytes => {
                 // What was had in chunks need not be had again to the last byte.
                 let vram = self.needs.beside(&self.vram, had_bytes / 16 * 15);
-                if vram.host_bytes > vram.host_budget_bytes {
+                if !vram.host.fits() {
                     return Err(error);
                 }
                 let had = gigabytes(had_bytes);
-                self.notes.push(match vram.disk_bytes {
+                self.notes.push(match vram.host.disk_bytes {
                     0 => format!("{had} of page-locked memory could be had; more experts stay in GPU memory for good"),
                     _ => format!(
                         "{had} of page-locked memory could be had; other experts are read through the system's cache of files"
@@ -119,12 +119,12 @@ impl Residency {
             }
             CudaError::Memory { .. } => {
                 let (layers, plan) = (&self.needs.layers, &self.vram);
-                let Some(slots) = tiers::plan::give_back(layers, &plan.slots, &plan.permanent, plan.slot_bytes / 8) else {
+                let Some(slots) = tiers::plan::give_back(layers, &plan.slots, &plan.host.permanent, plan.slot_bytes / 8) else {
                     return Err(error);
                 };
                 let before = plan.slots.iter().sum::<usize>();
-                let vram = self.needs.beside(&plan.with(&self.needs, slots, plan.pages), plan.host_budget_bytes);
-                if vram.host_bytes > vram.host_budget_bytes {
+                let vram = self.needs.beside(&plan.with(&self.needs, slots, plan.pages), plan.host.budget_bytes);
+                if !vram.host.fits() {
                     return Err(error);
                 }
                 self.vram = vram;
@@ -173,7 +173,7 @@ impl Experts {
 
 /// Where experts are read from that have no other place: the model's files, or one of their own if they are stored otherwise there.
 fn backing(layout: &Layout, weights: Option<&Weights>, residency: &Residency) -> Result<Backing, CudaError> {
-    if residency.vram.disk_bytes == 0 {
+    if residency.vram.host.disk_bytes == 0 {
         return Ok(Backing::None);
     }
     let Some((weights, pieces)) = weights.and_then(|w| Some((w, layout.pieces(w)?))) else {

@@ -86,8 +86,9 @@ impl Engine {
     /// Frees so many bytes of slots.
     fn give_back(&mut self, bytes: u64) -> Result<(), EngineError> {
         let before = self.vram.slots.iter().sum::<usize>();
-        let given =
-            self.tiers().and_then(|_| tiers::plan::give_back(&self.needs.layers, &self.vram.slots, &self.vram.permanent, bytes));
+        let given = self
+            .tiers()
+            .and_then(|_| tiers::plan::give_back(&self.needs.layers, &self.vram.slots, &self.vram.host.permanent, bytes));
         let Some(slots) = given else {
             let needed = memory::gigabytes(self.vram.total_bytes + bytes);
             return Err(CudaError::Memory { needed, free: memory::gigabytes(self.vram.budget_bytes) }.into());

@@ -143,7 +143,7 @@ impl Tiers {
             )));
         }
         let plan = &residency.vram;
-        let copies = layers.values().zip(&plan.host_slots).flat_map(|(r, &n)| std::iter::repeat_n(r.run_bytes, n));
+        let copies = layers.values().zip(&plan.host.slots).flat_map(|(r, &n)| std::iter::repeat_n(r.run_bytes, n));
         let runs = HostRuns::new(device, copies.collect(), residency.nodes.as_ref(), residency.locked_limit)?;
         let mut host = HostSide { runs, layers: HashMap::new(), ahead: None, disk: Disk::default() };
         let cells = Buffer::new(device, CELL_BYTES)?;
@@ -151,11 +151,11 @@ impl Tiers {
         let (mut first_run, mut first_copy) = (0, 0);
         let (mut owners, mut states) = (Vec::new(), BTreeMap::new());
         for (i, (&layer, &runs)) in layers.iter().enumerate() {
-            let (traffic, num_slots, permanent) = (&residency.needs.layers[i], plan.slots[i], plan.permanent[i]);
+            let (traffic, num_slots, permanent) = (&residency.needs.layers[i], plan.slots[i], plan.host.permanent[i]);
             let policy = residency.policy.unwrap_or(Policy::lrfu(traffic.experts, traffic.top_k));
             let ranked = traffic.ranked();
             let mut of = vec![None; runs.num];
-            let copied: Vec<u32> = ranked[permanent..][..plan.host_slots[i]].iter().map(|&e| u32::from(e)).collect();
+            let copied: Vec<u32> = ranked[permanent..][..plan.host.slots[i]].iter().map(|&e| u32::from(e)).collect();
             copied.iter().zip(0..).for_each(|(&e, copy)| of[e as usize] = Some(copy));
             let rule = Twin::new(policy, traffic, 0).holding(copied);
             host.layers.insert(layer, Copies { first: first_copy, rule, of });
@@ -178,7 +178,7 @@ impl Tiers {
             };
             states.insert(layer, state);
             first_run += runs.num;
-            first_copy += plan.host_slots[i];
+            first_copy += plan.host.slots[i];
         }
         if let Backing::Files(cold) = &backing {
             host.ahead = Some(Ahead::new(cold, rooms(device, layers.values())?));

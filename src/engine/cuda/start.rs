@@ -194,8 +194,8 @@ impl Start {
             None => tiers::plan::plan(&needs, budget_bytes, options.host_bytes),
         };
         let vram = planned.map_err(small)?;
-        if vram.host_bytes > vram.host_budget_bytes {
-            let (needed_bytes, had_bytes) = (vram.smallest_host_bytes, vram.host_budget_bytes);
+        if !vram.host.fits() {
+            let (needed_bytes, had_bytes) = (vram.host.smallest_bytes, vram.host.budget_bytes);
             return Err(CudaError::PageLocked { needed_bytes, had_bytes, error: "no more is allowed".into() });
         }
         let mut notes = Vec::new();
