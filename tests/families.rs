@@ -11,11 +11,12 @@ mod gpu;
 
 use gpu::has_gpu;
 use moe::artifact::weights::Weights;
+use moe::calib::lookahead::Map;
 use moe::command::logits::{Outputs, compute};
-use moe::engine::{Batch, Engine, Rows, cuda};
+use moe::engine::{Batch, Engine, Event, Rows, cuda};
 use moe::ids::SeqId;
 use moe::model::family::FAMILIES;
-use moe::model::plan::Slot;
+use moe::model::plan::{Slot, Step};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::BTreeMap;
@@ -369,4 +370,52 @@ fn a_changed_config_value_is_seen() {
         let set = |config: &mut serde_json::Value| *config.pointer_mut(key).unwrap() = value.clone();
         trips(name, key, &changed(name, set, None));
     }
+}
+
+/// The next router as a map of what this one sees gives that router's logits, had nothing been added between the two: whatever the norm.
+/// Fails if a gain is multiplied where it divides, or if the bias of a LayerNorm is left out.
+#[test]
+fn the_next_router_is_a_map_of_the_same_input() {
+    let mut compared = 0;
+    for (name, dir) in checkpoints() {
+        let weights = Arc::new(Weights::open(&dir).unwrap());
+        let width = weights.spec().width;
+        let mut engine = Engine::cpu(Arc::clone(&weights));
+        let steps = engine.plan().steps.clone();
+        let routes = steps.iter().enumerate().filter_map(|(at, step)| match step {
+            Step::Route { layer, .. } => Some((at, layer.0)),
+            _ => None,
+        });
+        let routes: Vec<(usize, u32)> = routes.collect();
+        let residual: Vec<f32> = (0..3 * width).map(|i| ((i * 37 + 11) % 101) as f32 / 50.0 - 0.9).collect();
+        let mut seen = |at: usize| {
+            let norm = steps[..at].iter().rposition(|s| matches!(s, Step::Norm { dst: Slot::Normed, .. })).unwrap();
+            let mut batch = Batch::default();
+            batch.push(SeqId(0), 0, &[0; 3], Rows::None, 3);
+            engine.begin(&batch).unwrap();
+            engine.set_slot(Slot::Residual, &residual).unwrap();
+            engine.run(norm..norm + 1, &batch, &mut |_| ()).unwrap();
+            let input = engine.slot(Slot::Normed).unwrap().to_vec();
+            let mut logits = Vec::new();
+            let mut on = |Event::Routed { logits: found, .. }: Event<'_>| logits = found.to_vec();
+            engine.run(at..at + 1, &batch, &mut on).unwrap();
+            engine.release(SeqId(0));
+            (input, logits)
+        };
+        for pair in routes.windows(2) {
+            let [(from, l), (to, next)] = [pair[0], pair[1]];
+            let map = Map::next_router(&weights, l, next).unwrap();
+            let (input, _) = seen(from);
+            let (_, expected) = seen(to);
+            let row = |x: &[f32]| {
+                let dot = |w: &[f32]| w.iter().zip(x).map(|(w, x)| w * x).sum::<f32>();
+                map.matrix.chunks_exact(width).zip(&map.shift).map(|(w, s)| dot(w) + s).collect::<Vec<_>>()
+            };
+            let found: Vec<f32> = input.chunks_exact(width).flat_map(row).collect();
+            let error = error(&found, &expected);
+            assert!(error < TOLERANCE, "{name} {l} to {next}: {error:.1e}");
+            compared += 1;
+        }
+    }
+    assert!(compared >= FAMILIES.len(), "{compared}");
 }

@@ -181,10 +181,10 @@ pub(super) fn print(report: &Value, observed: &Observed, found: &Findings, rule:
         let shown = |p: &(f64, String)| format!("{:.0} % ({})", 100.0 * p.0, p.1);
         out.line(format!("lists of single tasks agree by {} to {}, shared over joint experts", shown(least), shown(most)));
     }
-    if let Some(foresight) = &observed.foresight {
+    if let Some(foresight) = observed.foresight.as_ref().filter(|f| !f.recall.is_empty()) {
         let cells = |r: &Recall| vec![r.layer.to_string(), share(&json!(r.next_router)), share(&json!(r.map))];
         let rows: Vec<Vec<String>> = foresight.recall.iter().map(cells).collect();
-        let mean = |of: fn(&Recall) -> f64| foresight.recall.iter().map(of).sum::<f64>() / rows.len().max(1) as f64;
+        let mean = |of: fn(&Recall) -> f64| foresight.recall.iter().map(of).sum::<f64>() / rows.len() as f64;
         let (map, router) = (whole(&json!(mean(|r| r.map))), whole(&json!(mean(|r| r.next_router))));
         out.line("");
         out.line(format!("the maps name {map} of a router's choices a layer early, the router itself {router}"));
