@@ -340,6 +340,15 @@ pub(super) fn layers(v: &Value) -> Option<Table> {
     Table::of("All layers", "layer", names, columns)
 }
 
+/// How well choices are named a layer early.
+pub(super) fn lookahead(v: &Value) -> Option<Table> {
+    let rows = list(v, "/lookahead");
+    let share = |path: &str| column(rows.iter().map(|l| num(l, path).map(|x| x * 100.0)), 3);
+    let columns = vec![("by its router,\u{a0}%", share("/next_router")), ("by the map,\u{a0}%", share("/map"))];
+    let names = rows.iter().map(|l| num(l, "/layer").map_or("\u{2013}".into(), |l| l.to_string())).collect();
+    Table::of("Choices named a layer early", "layer", names, columns)
+}
+
 /// How the hot set settles with samples, and how tasks agree on it.
 pub(super) fn stability(v: &Value) -> Vec<Table> {
     let samples = list(v, "/stability/by_samples");

@@ -124,17 +124,27 @@ pub fn html(report: &Value) -> Result<String, PageError> {
 fn sections(stage: &str, v: &Value) -> Vec<Section> {
     match stage {
         "Quantize" | "Short run" | "Bench" => facts(v),
-        _ => [key_figures(stage, v), tasks(v), output(v), by_layer(v), sensitivity(v), coverage(v), heat_maps(v), stability(v)]
-            .into_iter()
-            .chain([
-                super::rounding::errors(v),
-                super::rounding::allocation(v),
-                super::tiers::replay(v),
-                definitions(v),
-                provenance(v),
-            ])
-            .flatten()
-            .collect(),
+        _ => [
+            key_figures(stage, v),
+            tasks(v),
+            output(v),
+            by_layer(v),
+            sensitivity(v),
+            coverage(v),
+            heat_maps(v),
+            lookahead(v),
+            stability(v),
+        ]
+        .into_iter()
+        .chain([
+            super::rounding::errors(v),
+            super::rounding::allocation(v),
+            super::tiers::replay(v),
+            definitions(v),
+            provenance(v),
+        ])
+        .flatten()
+        .collect(),
     }
 }
 
@@ -316,6 +326,15 @@ fn heat_maps(v: &Value) -> Option<Section> {
     section("Use of the experts", "", [Some(whole), Some(key)].into_iter().chain(names.iter().map(|n| draw(n, Some(n)))))
 }
 
+fn lookahead(v: &Value) -> Option<Section> {
+    let table = digest::lookahead(v).map(|table| Block::Table { table, wide: false });
+    section(
+        "A layer early",
+        "Share of a router's choices that are among as many named from what the router before it saw.",
+        [table],
+    )
+}
+
 fn stability(v: &Value) -> Option<Section> {
     let tables = digest::stability(v).into_iter().map(|table| Some(Block::Table { table, wide: false }));
     section("Stability", "Jaccard: experts that two hot sets share, over those in either.", tables)
@@ -435,7 +454,8 @@ mod tests {
                         "counts_by_task": {"prose": [1, 1, 1, 12]}}],
             "stability": {"halves_overlap": 0.93, "jaccard_tasks": {"a": {"b": 0.5}}, "by_samples": [{"samples": 16, "jaccard": 0.7}]},
             "curve": [{"fraction": 0.0, "static": 0.0, "lru": 0.0, "uniform": 0.0},
-                      {"fraction": 1.0, "static": 1.0, "lru": 1.0, "uniform": 1.0}]
+                      {"fraction": 1.0, "static": 1.0, "lru": 1.0, "uniform": 1.0}],
+            "lookahead": [{"layer": 1, "next_router": 0.44, "map": 0.743}]
         })
     }
 
@@ -464,7 +484,9 @@ mod tests {
         let page = html(&prepare()).unwrap();
         let titles =
             ["Key figures", "Tasks", "Divergence of the output", "Layers", "Sensitivity", "Coverage", "Use of the experts"];
-        for title in titles.iter().chain(&["Stability", "Definitions", "Provenance", "Quantize", "Short run", "Bench"]) {
+        for title in
+            titles.iter().chain(&["A layer early", "Stability", "Definitions", "Provenance", "Quantize", "Short run", "Bench"])
+        {
             assert!(page.contains(&format!(">{title}</h")), "{title}");
         }
         assert_eq!(page.matches("<svg").count(), page.matches("</desc>").count());

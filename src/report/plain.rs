@@ -40,6 +40,7 @@ pub fn markdown(report: &Value) -> String {
         out.extend(digest::coverage_sentence(v));
         out.extend(figures(&digest::coverage_figures(v)));
         out.extend(digest::profiled_tasks(v).as_ref().map(table));
+        out.extend(digest::lookahead(v).as_ref().map(table));
         out.extend(super::tiers::sentence(v));
         out.extend(super::tiers::tables(v).iter().map(table));
     }
