@@ -5,7 +5,7 @@
 use crate::files::{self, FileError};
 use crate::ids::{ExpertId, LayerId};
 use crate::model::names::Names;
-use crate::model::spec::{Ffn, ModelSpec};
+use crate::model::spec::ModelSpec;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
@@ -153,13 +153,7 @@ impl HotExperts {
     pub fn check_model(&self, path: &Path, spec: &ModelSpec, names: &Names) -> Result<(), HotError> {
         let other = |reason: String| Err(HotError::OtherModel { path: path.to_path_buf(), reason });
         let have: Vec<(u32, usize)> = self.layers.iter().map(|l| (l.layer, l.counts.len())).collect();
-        let want: Vec<(u32, usize)> = (0u32..)
-            .zip(&spec.layers)
-            .filter_map(|(l, layer)| match &layer.ffn {
-                Ffn::Moe(m) => Some((l, m.router.experts)),
-                Ffn::Dense { .. } => None,
-            })
-            .collect();
+        let want: Vec<(u32, usize)> = spec.routers().map(|(l, router)| (l, router.experts)).collect();
         if have.len() != want.len() {
             return other(format!("{} layers with experts, expected {}", have.len(), want.len()));
         }

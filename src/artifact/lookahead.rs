@@ -5,7 +5,7 @@
 //! to the router of layer N, bf16 `[E, D]`; its input is the normed input of the router before.
 
 use crate::files::{self, FileError};
-use crate::model::spec::{Ffn, ModelSpec};
+use crate::model::spec::ModelSpec;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::{BTreeMap, HashMap};
@@ -107,11 +107,8 @@ impl Lookahead {
 
     /// Checks that the maps have the sizes of this model. `path` is for the message.
     pub fn check_model(&self, path: &Path, spec: &ModelSpec) -> Result<(), LookaheadError> {
-        let routers = (0u32..).zip(&spec.layers).filter_map(|(l, layer)| match &layer.ffn {
-            Ffn::Moe(m) => Some((l, [m.router.experts, spec.width])),
-            Ffn::Dense { .. } => None,
-        });
-        let want: BTreeMap<u32, [usize; 2]> = routers.skip(1).collect();
+        let shapes = spec.routers().map(|(l, router)| (l, [router.experts, spec.width]));
+        let want: BTreeMap<u32, [usize; 2]> = shapes.skip(1).collect();
         let have: BTreeMap<u32, [usize; 2]> = self.layers.iter().map(|(&l, map)| (l, map.shape)).collect();
         let other = |reason: String| Err(LookaheadError::OtherModel { path: path.to_path_buf(), reason });
         match have.iter().find(|(layer, shape)| want.get(*layer) != Some(*shape)) {

@@ -90,6 +90,11 @@ impl Regression {
         Self { prior, base, squares: vec![0.0; d * d], products: vec![0.0; d * e], num_rows: 0 }
     }
 
+    /// What it starts from.
+    pub fn prior(&self) -> &Map {
+        &self.prior
+    }
+
     /// Adds inputs `x`, `[T, D]`, and logits `y`, `[T, E]`.
     pub fn add(&mut self, x: &[f32], y: &[f32]) {
         let (d, e) = (self.base.nrows(), self.base.ncols());

@@ -59,6 +59,15 @@ pub struct Window {
     pub task: usize,
 }
 
+/// Rows of each window where all lie one after the other.
+pub fn rows(windows: &[Window]) -> impl Iterator<Item = Range<usize>> {
+    windows.iter().scan(0, |end, w| {
+        let start = *end;
+        *end += w.tokens.len();
+        Some(start..*end)
+    })
+}
+
 /// Cuts a stream into whole windows from the start, drops the tail, and of `n` windows keeps every `n / most`-th, at most `most`.
 pub fn cut(tokens: &[u32], protocol: Protocol, window: usize, most: Option<usize>) -> Vec<Window> {
     let whole: Vec<&[u32]> = tokens.chunks_exact(window).collect();

@@ -11,7 +11,6 @@ use crate::engine::{Batch, Engine, Rows, Turn};
 use crate::files;
 use crate::ids::SeqId;
 use crate::model::plan::Slot;
-use crate::model::spec::Ffn;
 use crate::report::{Out, bytes, markdown, table};
 use crate::sample::{Sampler, SamplerConfig, argmax};
 use crate::tiers::Policy;
@@ -238,10 +237,7 @@ fn routing(text: &str, engine: &Engine) -> Result<Routing> {
         Some(("trace", file)) => {
             let trace =
                 Trace::from_bytes(&files::read(Path::new(file))?).map_err(|e| UserError::new(format!("`{file}`: {e}")))?;
-            let moe = engine.spec().layers.iter().filter_map(|l| match &l.ffn {
-                Ffn::Moe(m) => Some((m.router.experts, m.router.top_k)),
-                Ffn::Dense { .. } => None,
-            });
+            let moe = engine.spec().routers().map(|(_, router)| (router.experts, router.top_k));
             let shape = (trace.shape.experts, trace.shape.top_k);
             if moe.clone().count() != trace.shape.layers || moe.clone().any(|m| m != shape) {
                 return Err(UserError::new(format!("`{file}` is a trace of another model")).into());

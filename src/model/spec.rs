@@ -30,6 +30,16 @@ pub struct ModelSpec {
     pub max_positions: usize,
 }
 
+impl ModelSpec {
+    /// Routers with the index of their layer, in order.
+    pub fn routers(&self) -> impl Iterator<Item = (u32, &RouterSpec)> + Clone {
+        (0u32..).zip(&self.layers).filter_map(|(l, layer)| match &layer.ffn {
+            Ffn::Moe(m) => Some((l, &m.router)),
+            Ffn::Dense { .. } => None,
+        })
+    }
+}
+
 /// One decoder layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSpec {

@@ -283,6 +283,10 @@ pub(super) fn spread(v: &Value) -> Option<Table> {
     Some(table)
 }
 
+fn layer_names<'a>(rows: impl Iterator<Item = &'a Value>) -> Vec<String> {
+    rows.map(|r| num(r, "/layer").map_or("\u{2013}".into(), |l| l.to_string())).collect()
+}
+
 /// Routers, all in order or the `worst` few by divergence.
 pub(super) fn routers(v: &Value, worst: Option<usize>) -> Option<Table> {
     let floors = list(v, "/noise_floor/routers");
@@ -307,7 +311,7 @@ pub(super) fn routers(v: &Value, worst: Option<usize>) -> Option<Table> {
         ("gate mass,\u{a0}%", percents("/gate_mass")),
     ];
     let title = if worst.is_some() { "Routers that diverge most" } else { "All routers" };
-    let names = rows.iter().map(|r| num(r, "/layer").map_or("\u{2013}".into(), |l| l.to_string())).collect();
+    let names = layer_names(rows.into_iter());
     Table::of(title, "layer", names, columns)
 }
 
@@ -336,7 +340,7 @@ pub(super) fn layers(v: &Value) -> Option<Table> {
         ("variation", column(rows.iter().map(|l| num(l, "/cv")), 3)),
         ("never used", show("/unused")),
     ];
-    let names = rows.iter().map(|l| num(l, "/layer").map_or("\u{2013}".into(), |l| l.to_string())).collect();
+    let names = layer_names(rows.iter());
     Table::of("All layers", "layer", names, columns)
 }
 
@@ -345,7 +349,7 @@ pub(super) fn lookahead(v: &Value) -> Option<Table> {
     let rows = list(v, "/lookahead");
     let share = |path: &str| column(rows.iter().map(|l| num(l, path).map(|x| x * 100.0)), 3);
     let columns = vec![("by its router,\u{a0}%", share("/next_router")), ("by the map,\u{a0}%", share("/map"))];
-    let names = rows.iter().map(|l| num(l, "/layer").map_or("\u{2013}".into(), |l| l.to_string())).collect();
+    let names = layer_names(rows.iter());
     Table::of("Choices named a layer early", "layer", names, columns)
 }
 

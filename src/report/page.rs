@@ -134,15 +134,13 @@ fn sections(stage: &str, v: &Value) -> Vec<Section> {
             heat_maps(v),
             lookahead(v),
             stability(v),
-        ]
-        .into_iter()
-        .chain([
             super::rounding::errors(v),
             super::rounding::allocation(v),
             super::tiers::replay(v),
             definitions(v),
             provenance(v),
-        ])
+        ]
+        .into_iter()
         .flatten()
         .collect(),
     }

@@ -5,7 +5,7 @@ use crate::artifact::weights::Weights;
 use crate::calib::hidden::Hidden;
 use crate::calib::lockstep::{Choices, LockstepError};
 use crate::calib::lookahead::{Map, Regression};
-use crate::calib::windows::Window;
+use crate::calib::windows::{self, Window};
 use crate::files::FileError;
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,7 +28,8 @@ pub(super) struct Foresight {
     windows: Vec<(Range<usize>, bool)>,
     /// Inputs of the router before, and of the router whose layer runs.
     inputs: [Hidden; 2],
-    layers: [Option<u32>; 2],
+    /// The layer that runs.
+    layer: Option<u32>,
     fit: Option<Regression>,
     /// Choices of the router whose layer runs, of held-out rows in order.
     chosen: Vec<u16>,
@@ -47,20 +48,15 @@ impl Foresight {
         held_out: &[bool],
         max_memory: u64,
     ) -> Result<Self, FileError> {
-        let mut rows = 0;
-        let mut next = |w: &Window| {
-            rows += w.tokens.len();
-            rows - w.tokens.len()..rows
-        };
-        let windows: Vec<_> = windows.iter().map(&mut next).zip(held_out.iter().copied()).collect();
-        let len = rows * weights.spec().width;
+        let len = windows.iter().map(|w| w.tokens.len()).sum::<usize>() * weights.spec().width;
+        let windows = windows::rows(windows).zip(held_out.iter().copied()).collect();
         let hidden = || Hidden::new(len, (3 * 4 * len) as u64 <= max_memory);
         Ok(Self {
             weights: Arc::clone(weights),
             top_k,
             windows,
             inputs: [hidden()?, hidden()?],
-            layers: [None; 2],
+            layer: None,
             fit: None,
             chosen: Vec::new(),
             maps: Lookahead::default(),
@@ -70,12 +66,13 @@ impl Foresight {
 
     /// Takes some rows of a layer, after those before them and all of the layer before.
     pub fn see(&mut self, seen: &Choices<'_>) -> Result<(), LockstepError> {
-        if self.layers[1] != Some(seen.layer as u32) {
+        if self.layer != Some(seen.layer as u32) {
             self.turn(Some(seen.layer as u32))?;
         }
         let width = self.weights.spec().width;
-        let (k, e) = (self.top_k, self.experts(seen));
-        let rows = seen.first_row..seen.first_row + seen.inputs.len() / width;
+        let num_tok = seen.inputs.len() / width;
+        let (k, e) = (self.top_k, seen.logits.len() / num_tok.max(1));
+        let rows = seen.first_row..seen.first_row + num_tok;
         for (window, held_out) in self.windows.iter().filter(|(w, _)| w.start < rows.end && rows.start < w.end) {
             let at = window.start.max(rows.start)..window.end.min(rows.end);
             let here = at.start - rows.start..at.end - rows.start;
@@ -94,15 +91,11 @@ impl Foresight {
         self.turn(None)
     }
 
-    fn experts(&self, seen: &Choices<'_>) -> usize {
-        seen.logits.len() * self.top_k / seen.experts.len().max(1)
-    }
-
     /// Ends the layer that runs and begins the next.
     fn turn(&mut self, next: Option<u32>) -> Result<(), LockstepError> {
-        let [before, ended] = self.layers;
-        if let (Some(before), Some(layer), Some(fit)) = (before, ended, self.fit.take()) {
-            let router = Map::next_router(&self.weights, before, layer)?;
+        let ended = self.layer;
+        if let (Some(layer), Some(fit)) = (ended, self.fit.take()) {
+            let router = fit.prior().clone();
             let experts = router.shift.len();
             let (bytes, map) = fit.solve().rounded();
             let mut named = [0; 2];
@@ -121,7 +114,7 @@ impl Foresight {
         }
         self.chosen.clear();
         self.inputs.swap(0, 1);
-        self.layers = [ended, next];
+        self.layer = next;
         if let (Some(ended), Some(next)) = (ended, next) {
             self.fit = Some(Regression::new(Map::next_router(&self.weights, ended, next)?));
         }

@@ -19,12 +19,12 @@ use crate::calib::windows::{self, Window};
 use crate::cli::{ListFormat, ProfileExpertsArgs};
 use crate::files;
 use crate::ids::{ExpertId, LayerId, Role, TensorId};
-use crate::model::spec::Ffn;
 use crate::report::{Out, bytes};
 use crate::text::Tokenizer;
 use anyhow::Result;
 use lookahead::Foresight;
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -124,10 +124,8 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
     let material = material(args, &tokenizer, weights.spec().max_positions, out)?;
 
     let start = std::time::Instant::now();
-    let foresight = args.lookahead.as_ref();
-    let foresight = foresight
-        .map(|_| Foresight::new(&weights, shape.top_k, &material.windows, &material.held_out, max_memory))
-        .transpose()?;
+    let foresight = || Foresight::new(&weights, shape.top_k, &material.windows, &material.held_out, max_memory);
+    let foresight = args.lookahead.is_some().then(foresight).transpose()?;
     let observed = observe(&weights, place, material, foresight, shape, layers, max_memory, out)?;
     let found = analyse(&observed, &rule, old.as_ref(), args.decay, &expert_bytes)?;
     let written = hot_list(&observed, &found, model, &rule, old.as_ref(), args.decay, &weights);
@@ -150,13 +148,8 @@ pub fn profile(args: &ProfileExpertsArgs, out: Out) -> Result<Value> {
 
 /// Dimensions of the routers, and the layers that have one.
 fn shape(weights: &Weights, dir: &Path) -> Result<(Shape, Vec<u32>), UserError> {
-    let routers: Vec<(u32, usize, usize)> = (0u32..)
-        .zip(&weights.spec().layers)
-        .filter_map(|(l, layer)| match &layer.ffn {
-            Ffn::Moe(m) => Some((l, m.router.experts, m.router.top_k)),
-            Ffn::Dense { .. } => None,
-        })
-        .collect();
+    let routers = weights.spec().routers().map(|(l, router)| (l, router.experts, router.top_k));
+    let routers: Vec<(u32, usize, usize)> = routers.collect();
     let Some(&(_, experts, top_k)) = routers.first() else {
         return Err(UserError::new(format!("`{}` has no layer with experts", dir.display())));
     };
@@ -310,12 +303,7 @@ fn observe(
     out: Out,
 ) -> Result<Observed> {
     let windows = &material.windows;
-    let mut starts = Vec::with_capacity(windows.len());
-    let mut rows = 0;
-    for w in windows {
-        starts.push(rows);
-        rows += w.tokens.len();
-    }
+    let rows: Vec<Range<usize>> = windows::rows(windows).collect();
     let Shape { experts: e, top_k: k, .. } = shape;
     let mut samples: Vec<Sample> =
         windows.iter().map(|w| Sample { task: w.task, ids: vec![0; w.tokens.len() * shape.layers * k] }).collect();
@@ -327,8 +315,8 @@ fn observe(
         let Some(l) = layers.iter().position(|&l| l as usize == choices.layer) else { return Ok(()) };
         for (i, (ids, gates)) in choices.experts.chunks_exact(k).zip(choices.gates.chunks_exact(k)).enumerate() {
             let row = choices.first_row + i;
-            let w = starts.partition_point(|&s| s <= row) - 1;
-            let at = ((row - starts[w]) * shape.layers + l) * k;
+            let w = rows.partition_point(|r| r.end <= row);
+            let at = ((row - rows[w].start) * shape.layers + l) * k;
             samples[w].ids[at..at + k].iter_mut().zip(ids).for_each(|(to, &id)| *to = id as u16);
             ids.iter().zip(gates).for_each(|(&id, g)| sums[w][l * e + id as usize] += g);
         }

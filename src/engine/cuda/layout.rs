@@ -9,7 +9,7 @@ use super::slots::ExpertRuns;
 use crate::artifact::weights::{Data, Weight, Weights};
 use crate::ids::{Component, Part, Role, TensorId};
 use crate::model::names;
-use crate::model::spec::{Ffn, ModelSpec};
+use crate::model::spec::ModelSpec;
 use crate::quant::format::{Bits, Format, Zero};
 use crate::tensor::Dtype;
 use crate::tiers;
@@ -216,11 +216,7 @@ impl Layout {
 
     /// The layers with routers; `visits` are a profile's counts, `[layers with routers][E]`, or empty.
     pub fn expert_layers(&self, spec: &ModelSpec, visits: &[Vec<u64>]) -> Vec<tiers::Layer> {
-        let routed = (0u32..).zip(&spec.layers).filter_map(|(l, layer)| match &layer.ffn {
-            Ffn::Moe(m) => Some((l, m.router)),
-            Ffn::Dense { .. } => None,
-        });
-        let layers = routed.enumerate().map(|(i, (layer, router))| tiers::Layer {
+        let layers = spec.routers().enumerate().map(|(i, (layer, router))| tiers::Layer {
             experts: router.experts,
             top_k: router.top_k,
             slot_bytes: self.experts.get(&layer).map_or(0, |runs| runs.run_bytes as u64),

@@ -50,7 +50,7 @@ use super::{Batch, EngineError, Event};
 use crate::artifact::weights::Weights;
 use crate::ids::{LayerId, SeqId, TensorId};
 use crate::model::plan::{Plan, Slot, Step};
-use crate::model::spec::{Attn, Ffn, ModelSpec};
+use crate::model::spec::{Attn, ModelSpec};
 use crate::tiers::{Needs, VramPlan};
 use ahead::Trial;
 use batch::{BatchBuffers, View};
@@ -201,12 +201,8 @@ impl Engine {
         self.decode.forget_graphs();
         self.scripts.clear();
         let Some(routing) = routing else { return Ok(()) };
-        let moe = self.spec.layers.iter().enumerate().filter_map(|(l, layer)| match &layer.ffn {
-            Ffn::Moe(m) => Some((l as u32, m.router)),
-            Ffn::Dense { .. } => None,
-        });
-        let moe: Vec<_> = moe.collect();
-        for (index, (layer, router)) in moe.iter().enumerate() {
+        let moe: Vec<_> = self.spec.routers().collect();
+        for (index, &(layer, router)) in moe.iter().enumerate() {
             let choices = routing::script(routing, (index, moe.len()), router.experts, router.top_k, rows, steps);
             let guesses = recall.map(|r| routing::guesses(&choices, router.top_k, router.experts, r, index as u64));
             let script = Scripted {
@@ -216,7 +212,7 @@ impl Engine {
                 steps,
                 rows,
             };
-            self.scripts.insert(*layer, script);
+            self.scripts.insert(layer, script);
         }
         Ok(())
     }
