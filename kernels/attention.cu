@@ -16,72 +16,10 @@
 // The last block of a (sequence, kv head) merges; from sm_90, where splits are many and `together`, all wait for each other and each merges a share.
 // Floors: bytes 2 S Hk Dh 2; operations 4 S H Dh on tensor cores at half use for groups of 8. Source: FlashAttention-2
 // (arXiv 2307.08691), flash-decoding; src/engine/cpu/attend.rs.
-#include "common/mma.cuh"
-#include "common/reduce.cuh"
+#include "common/attend.cuh"
 
-static const int PAGE = 16;  // tokens
-static const int WARPS = 8;  // of a decode block
-static const int LAST_SPLITS = 8;  // that one block merges as soon as several would
-
-struct AttentionArgs {
-  float* out;
-  const float* q;
-  const float* k;
-  const float* v;
-  bf16* k_pages;
-  bf16* v_pages;
-  const int* page_table;
-  const int* positions;
-  float* partial;
-  int* counters;
-  const float* q_gain;
-  const float* k_gain;
-  const float* cosines;
-  const float* sines;
-  int q_stride, k_stride, v_stride, out_stride;  // elements
-  int H, Hk;
-  int max_pages, max_splits;
-  int norm;
-  float eps;
-  float clip;        // infinity for none
-  int rope_dim;
-  int interleaved;
-  int window;        // 0: none
-  float scale;
-  int together;      // all blocks of the grid are resident at a time
-};
-
-// norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines
-template <int DH, class Args>
-DEV void prepare_row(float* row_sh, const float* gain, float inv, const Args& a, const float* angle_sh, bool rotate) {
-  const int lane = threadIdx.x & 31, half = a.rope_dim / 2;
-  float f[DH / 32], sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < DH / 32; i++) f[i] = row_sh[lane + 32 * i], sum += f[i] * f[i];
-  if (a.norm == 1) inv = rsqrtf(warp_sum(sum) * (1.f / DH) + a.eps);
-#pragma unroll
-  for (int i = 0; i < DH / 32; i++) {
-    if (a.norm && rotate) f[i] *= inv * gain[lane + 32 * i];
-    row_sh[lane + 32 * i] = fminf(fmaxf(f[i], -a.clip), a.clip);
-  }
-  __syncwarp();
-  if (rotate)
-#pragma unroll 1
-    for (int i = lane; i < half; i += 32) {
-      const float c = angle_sh[i], s = angle_sh[half + i];
-      const int p = a.interleaved ? 2 * i : i, q = a.interleaved ? 2 * i + 1 : i + half;
-      const float x = row_sh[p], y = row_sh[q];
-      row_sh[p] = x * c - y * s, row_sh[q] = y * c + x * s;
-    }
-  __syncwarp();
-}
-DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
-  float sum = 0.f;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < n; i += blockDim.x) sum += row[i] * row[i];
-  return rsqrtf(block_sum(sum, scratch_sh) / n + eps);
-}
-
+DEV u32 times(float f, u32 x) { return __float_as_uint(__fmul_rn(f, __uint_as_float(x))); }
+DEV u32 plus(u32 x, u32 y) { return __float_as_uint(__fadd_rn(__uint_as_float(x), __uint_as_float(y))); }
 // The weighted mean of the partial results [splits][16][DH + 4], a thread four elements of a head, AT_ONCE loads ahead of their use.
 template <int DH, int AT_ONCE, class Store>
 DEV void merge_parts(const float* part, int splits, int items, const Store& store) {
@@ -108,8 +46,14 @@ DEV void merge_parts(const float* part, int splits, int items, const Store& stor
 #pragma unroll
       for (int s = 0; s < AT_ONCE; s++) {
         const float f = s0 + s < splits ? exp2_fast(m[s] - best) : 0.f;
-        total += f * l[s], v.x += f * __uint_as_float(x[s].x), v.y += f * __uint_as_float(x[s].y), v.z += f * __uint_as_float(x[s].z), v.w += f * __uint_as_float(x[s].w);
+        l[s] = __fmul_rn(f, l[s]), x[s] = make_uint4(times(f, x[s].x), times(f, x[s].y), times(f, x[s].z), times(f, x[s].w));
       }
+      // halves onto each other, as lanes would
+#pragma unroll
+      for (int level = 1; level < AT_ONCE; level *= 2)
+#pragma unroll
+        for (int s = 0, by = AT_ONCE / 2 / level; s < by; s++) l[s] += l[s + by], x[s] = make_uint4(plus(x[s].x, x[s + by].x), plus(x[s].y, x[s + by].y), plus(x[s].z, x[s + by].z), plus(x[s].w, x[s + by].w));
+      total += l[0], v.x += __uint_as_float(x[0].x), v.y += __uint_as_float(x[0].y), v.z += __uint_as_float(x[0].z), v.w += __uint_as_float(x[0].w);
     }
     store(h, d, v, total);
   }
@@ -125,13 +69,8 @@ DEV void merge_share(const float* part, int split, int splits, int items, const 
     const float* row = part + (min_int(lane, splits - 1) * 16 + h) * stride;
     const uint4 x = load_v4_l2(row + d);
     const float own = load_f32_l2(row + DH), l = load_f32_l2(row + DH + 1), m = lane < splits ? own : -INFINITY_F;
-    const float f = exp2_fast(m - warp_max(m));
-    const float total = warp_sum(f * l);
-    float v[4] = {f * __uint_as_float(x.x), f * __uint_as_float(x.y), f * __uint_as_float(x.z), f * __uint_as_float(x.w)};
-#pragma unroll 1
-    for (int by = 16; by; by >>= 1)
-#pragma unroll
-      for (int j = 0; j < 4; j++) v[j] += __shfl_xor_sync(0xffffffffu, v[j], by);
+    float v[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+    const float total = merge_lanes(v, m, l);
     if (lane == 0) store(h, d, make_float4(v[0], v[1], v[2], v[3]), total);
   }
 }
@@ -141,215 +80,28 @@ DEV void attention_decode(const AttentionArgs& a) {
   extern __shared__ uint4 attention_sh[];
   __shared__ float scratch_sh[32], angle_sh[DH];
   __shared__ int last_sh;
-  const int ROW = DH + 8, BLOCKS = DH / 32, TILES = DH / 8, HEADS = WIDE ? 16 : 8, SUMS = WIDE ? 2 : 1;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int seq = blockIdx.z, kv = blockIdx.y, split = blockIdx.x, group = a.H / a.Hk;
-  const int v_bytes = WARPS * 2 * 16 * ROW * 2, merge_bytes = WARPS * HEADS * (DH + 4) * 4;
-  bf16* v_sh = (bf16*)attention_sh + warp * 2 * 16 * ROW;                     // [2][16][ROW] a warp
-  float* merge_sh = (float*)attention_sh;                                     // [WARPS][HEADS][DH + 4], after the pages
-  bf16* q_sh = (bf16*)((char*)attention_sh + max_int(v_bytes, merge_bytes));  // [16][ROW], then the new key and value
-  float* row_sh = (float*)(q_sh + 18 * ROW);                                  // [18][DH], f32 of the same
-
+  const int seq = blockIdx.z, kv = blockIdx.y, split = blockIdx.x, group = a.H / a.Hk, stride = DH + 4, heads = group * (DH / 4);
   // Positions, page table and all keys but the newest were there before this step.
-  const int position = a.positions[seq];
-  const int begin = a.window ? max_int(position + 1 - a.window, 0) : 0;
-  const int first_page = begin / PAGE, last_page = position / PAGE, num_pages = last_page + 1 - first_page;
-  const int splits = min_int(a.max_splits, (num_pages + WARPS - 1) / WARPS);
-  if (split >= splits) {
+  PageRun run;
+  int splits;
+  run.position = a.positions[seq], run.table = a.page_table + (size_t)seq * a.max_pages;
+  if (!find_run(run, a.window, split, a.max_splits, splits)) {
     dependency_wait();
     dependents_launch();
     return;
   }
-  const int page_begin = first_page + num_pages * split / splits, page_end = first_page + num_pages * (split + 1) / splits;
-  const int* table = a.page_table + (size_t)seq * a.max_pages;
-  uint4 key[2][BLOCKS];
-  uint4 q_lo[BLOCKS], q_hi[BLOCKS];
-  float o[TILES][4], top[SUMS], sum[SUMS];
-#pragma unroll
-  for (int r = 0; r < SUMS; r++) top[r] = -INFINITY_F, sum[r] = 0.f;
-#pragma unroll
-  for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-  const float to_exp2 = a.scale * 1.4426950408889634f;
-  int page = page_begin + warp, buffer = 0;
-  bool first = true;
-  // scores of a page, request for the next one, then softmax and values; before the first page everything about q
-#pragma unroll 1
-  while (first || page < page_end) {
-    float s[2][4];
-    if (!first) {
-      if (page == last_page) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          if (g + 8 * i == position % PAGE)
-#pragma unroll
-            for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(q_sh + 16 * ROW + b * 32 + t * 8);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) {
-          const u32 lo[4] = {q_lo[b].x, q_hi[b].x, q_lo[b].y, q_hi[b].y}, hi[4] = {q_lo[b].z, q_hi[b].z, q_lo[b].w, q_hi[b].w};
-          mma_bf16(s[i], lo, key[i][b].x, key[i][b].y);
-          mma_bf16(s[i], hi, key[i][b].z, key[i][b].w);
-        }
-      }
-    }
-    const int next = first ? page : page + WARPS;
-    const bool more = next < page_end;
-    if (more) {
-      const size_t at = ((size_t)table[next] * a.Hk + kv) * PAGE * DH;
-      bf16* v_next = v_sh + (first ? 0 : buffer ^ 1) * 16 * ROW;
-#pragma unroll
-      for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
-        const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
-        copy_async_16(v_next + r * ROW + col * 8, a.v_pages + at + r * DH + col * 8);
-      }
-      copy_async_commit();
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(a.k_pages + at + (g + 8 * i) * DH + b * 32 + t * 8);
-    }
-    if (first) {
-      first = false;
-      const int half = a.rope_dim / 2;
-      for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x)
-        angle_sh[i] = i < half ? a.cosines[(size_t)position * half + i] : a.sines[(size_t)position * half + i - half];
-      if (a.norm == 1 && threadIdx.x < DH / 32) prefetch_l2(a.q_gain + threadIdx.x * 32), prefetch_l2(a.k_gain + threadIdx.x * 32);
-      dependency_wait();
-      dependents_launch();
-      const bool newest = split == splits - 1;
-      const float *q_row = a.q + (size_t)seq * a.q_stride, *k_row = a.k + (size_t)seq * a.k_stride;
-      float q_inv = 1.f, k_inv = 1.f;
-      if (a.norm == 2) {
-        q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh);
-        k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh);
-      }
-      for (int i = threadIdx.x * 4; i < group * DH; i += blockDim.x * 4) *(float4*)(row_sh + i) = *(const float4*)(q_row + kv * group * DH + i);
-      if (newest && warp < 2)
-        for (int d = lane * 4; d < DH; d += 128)
-          *(float4*)(row_sh + (16 + warp) * DH + d) = *(const float4*)((warp == 0 ? k_row : a.v + (size_t)seq * a.v_stride) + kv * DH + d);
-      __syncthreads();
-      const int rows = newest ? 18 : 16;
-#pragma unroll 1
-      for (int h = warp; h < rows; h += WARPS) {
-        if (!WIDE && h >= 8 && h < 16) continue;
-        float* row = row_sh + h * DH;
-        const bool used = h < group || h >= 16, is_q = h < 16;
-        if (used) prepare_row<DH>(row, is_q ? a.q_gain + (a.norm == 2 ? (kv * group + h) * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0), is_q ? q_inv : k_inv, a, angle_sh, h != 17);
-#pragma unroll
-        for (int i = 0; i < DH / 32; i++) {
-          const float x = used ? row[lane + 32 * i] : 0.f;
-          const bf16 hi = to_bf16(x);
-          q_sh[h * ROW + lane + 32 * i] = hi;
-          if (!WIDE && is_q) q_sh[(h + 8) * ROW + lane + 32 * i] = to_bf16(x - to_f32(hi));
-        }
-        if (!is_q) {
-          bf16* dst = (h == 16 ? a.k_pages : a.v_pages) + (((size_t)table[last_page] * a.Hk + kv) * PAGE + position % PAGE) * DH;
-#pragma unroll
-          for (int i = 0; i < DH / 32; i++) dst[lane + 32 * i] = to_bf16(row[lane + 32 * i]);
-        }
-      }
-      __syncthreads();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        q_lo[b] = *(const uint4*)(q_sh + g * ROW + b * 32 + t * 8);
-        q_hi[b] = *(const uint4*)(q_sh + (g + 8) * ROW + b * 32 + t * 8);
-      }
-      continue;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int j = 0; j < 2 * SUMS; j++) {
-        const int token = page * PAGE + i * 8 + 2 * t + (j & 1);
-        const float x = WIDE ? s[i][j] : s[i][j] + s[i][j + 2];
-        s[i][j] = token <= position && token >= begin ? x * to_exp2 : -INFINITY_F;
-      }
-    u32 p[4];
-#pragma unroll
-    for (int r = 0; r < SUMS; r++) {
-      float m = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now, keep = exp2_fast(top[r] - base);
-      top[r] = now;
-      const float e0 = exp2_fast(s[0][2 * r] - base), e1 = exp2_fast(s[0][2 * r + 1] - base), e2 = exp2_fast(s[1][2 * r] - base), e3 = exp2_fast(s[1][2 * r + 1] - base);
-      sum[r] = sum[r] * keep + e0 + e1 + e2 + e3;
-      p[r] = bf16_pair(e0, e1), p[2 + r] = bf16_pair(e2, e3);
-      if (!WIDE) p[1] = bf16_rest(e0, e1, p[0]), p[3] = bf16_rest(e2, e3, p[2]);
-#pragma unroll
-      for (int n = 0; n < TILES; n++) {
-        o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
-        if (!WIDE) o[n][2] *= keep, o[n][3] *= keep;
-      }
-    }
-    if (more)
-      copy_async_wait<1>();
-    else
-      copy_async_wait<0>();
-    __syncwarp();
-    if (page == last_page) {
-      // what a page holds past its end may be anything, and 0 * NaN is NaN
-#pragma unroll 1
-      for (int r = position % PAGE; r < PAGE; r++)
-#pragma unroll
-        for (int i = 0; i < DH / 32; i++) v_sh[(buffer * 16 + r) * ROW + lane + 32 * i] = r == position % PAGE ? q_sh[17 * ROW + lane + 32 * i] : (bf16)0;
-      __syncwarp();
-    }
-#pragma unroll
-    for (int n = 0; n < TILES; n += 2) {
-      u32 b[4];
-      ldmatrix_x4_trans(b, v_sh + (buffer * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
-      mma_bf16(o[n], p, b[0], b[1]);
-      mma_bf16(o[n + 1], p, b[2], b[3]);
-    }
-    __syncwarp();
-    page = next, buffer ^= 1;
-  }
-#pragma unroll
-  for (int r = 0; r < SUMS; r++) {
-    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-  }
-  __syncthreads();
-  const int stride = DH + 4, heads = group * (DH / 4);  // in groups of four elements
-  float* mine = merge_sh + warp * HEADS * stride;
-#pragma unroll
-  for (int r = 0; r < SUMS; r++) {
-    float* row = mine + (g + 8 * r) * stride;
-#pragma unroll
-    for (int n = 0; n < TILES; n++) *(float2*)(row + n * 8 + 2 * t) = WIDE ? make_float2(o[n][2 * r], o[n][2 * r + 1]) : make_float2(o[n][0] + o[n][2], o[n][1] + o[n][3]);
-    if (t == 0) row[DH] = top[r], row[DH + 1] = sum[r];
-  }
-  __syncthreads();
   float* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
   float* part = a.partial + ((size_t)seq * a.Hk + kv) * a.max_splits * 16 * stride;
-  auto store = [&](int h, int d, float4 v, float f) { *(float4*)(out + h * DH + d) = make_float4(v.x * f, v.y * f, v.z * f, v.w * f); };
-#pragma unroll 1
-  for (int i = threadIdx.x; i < heads; i += blockDim.x) {
-    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
-    const float* row = merge_sh + h * stride;
-    float m[WARPS], best = -INFINITY_F, total = 0.f;
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) m[w] = row[w * HEADS * stride + DH], best = fmaxf(best, m[w]);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const float f = exp2_fast(m[w] - best);
-      const float4 x = *(const float4*)(row + w * HEADS * stride + d);
-      total += f * row[w * HEADS * stride + DH + 1], v.x += f * x.x, v.y += f * x.y, v.z += f * x.z, v.w += f * x.w;
-    }
+  auto store_merged = [&](int h, int d, const float4& v, float total) { *(float4*)(out + h * DH + d) = merged(v, total); };
+  attend_run<DH, WIDE>(a, a.layer, (char*)attention_sh, scratch_sh, angle_sh, Alone(), seq, kv, run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
     if (splits == 1) {
-      store(h, d, v, 1.f / total);
+      store_merged(h, d, v, total);
     } else {
       float* to = part + (split * 16 + h) * stride;
       *(float4*)(to + d) = v;
       if (d == 0) *(float2*)(to + DH) = make_float2(best, total);
     }
-  }
-  auto store_merged = [&](int h, int d, const float4& v, float total) { store(h, d, v, 1.f / total); };
+  });
   int* counter = a.counters + seq * a.Hk + kv;
 #if __CUDA_ARCH__ >= 900
   if (a.together && splits > LAST_SPLITS) {
@@ -430,8 +182,8 @@ DEV void append_rows(const AppendArgs& a) {
   const float* k_row = a.k + token * a.k_stride;
   for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x) angle_sh[i] = i < half ? a.cosines[token * half + i] : a.sines[token * half + i - half];
   if (a.norm == 2) {
-    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh);
-    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh);
+    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh, Alone());
+    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh, Alone());
   }
   __syncthreads();
   const size_t page = (size_t)a.page_table[(size_t)a.rows[token] * a.max_pages + position / PAGE] * a.Hk;
@@ -440,11 +192,12 @@ DEV void append_rows(const AppendArgs& a) {
     const bool is_q = h < a.H, is_v = h >= a.H + a.Hk;
     const int kv = is_v ? h - a.H - a.Hk : h - a.H;
     const float* from = is_q ? q_row + h * DH : is_v ? a.v + token * a.v_stride + kv * DH : k_row + kv * DH;
-    const float* gain = is_q ? a.q_gain + (a.norm == 2 ? h * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0);
+    float gain[DH / 32];
+    if (a.norm && !is_v) load_gain<DH>(gain, is_q ? a.q_gain + (a.norm == 2 ? h * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0));
 #pragma unroll
     for (int i = 0; i < DH / 32; i++) row_sh[warp][lane + 32 * i] = from[lane + 32 * i];
     __syncwarp();
-    prepare_row<DH>(row_sh[warp], gain, is_q ? q_inv : k_inv, a, angle_sh, !is_v);
+    prepare_row<DH>(row_sh[warp], gain, is_q ? q_inv : k_inv, a, angle_sh, is_v);
     bf16* to = (is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH;
 #pragma unroll
     for (int i = 0; i < DH / 32; i++) {

@@ -18,7 +18,7 @@
 // Launch: threads 32 WM WK; grid (tiles, runs of tokens), or (tiles, blocks that walk experts); with N tokens at a time, of which
 //   columns <= N are used (a multiple of 8, staged T), SUB = 128 / G (1 for c, 0 for w16), block = 256 (w16 512)
 //   shared = WM WK DA (256 MT BITS + 128 SUB) + 4 WK min(16, N) (16 MT WM + 8) where WK > 1
-//     + (staged ? columns groups (block + 4) + 256 : WK DA columns (block + 4)); DA is one less for w16 but in _n32
+//     + (staged ? columns groups (block + 8) + 16 : WK DA columns (block + 4)); DA is one less for w16 but in _n32
 // Floors: bytes R K bits / 8 + R K / G * 2 at read bandwidth; operations 4 R K T on integer tensor cores (6.2 cycles a product
 // and scheduler on sm_90, measured). Source: src/engine/cpu/linear.rs, experts.rs.
 #include "common/linear.cuh"
@@ -81,11 +81,11 @@ struct DenseJob {
     const LinearMatrix& m = a.m[place(item, row)];
     row += r;
     if (row >= m.rows) return;
-    if (m.bias) y += m.bias[row];
-    y *= m.out_scale;
+    if (m.bias) y = __fadd_rn(y, m.bias[row]);
+    y = __fmul_rn(y, m.out_scale);
     const size_t at = (size_t)(first_token + n) * m.out_stride + row;
-    if (m.add) y += m.add[at];
-    m.out[at] = y;
+    if (m.add) y = __fadd_rn(y, m.add[at]);
+    m.out[at] = without_tag(y);
   }
   DEV void put_gated(int, int, int, float, float) const {}
 };
@@ -127,14 +127,13 @@ struct ExpertsJob {
 };
 
 // ------------------------------------------------------------------------------------------------------------------ staging
-// Planes of all rows of x into shared memory, [T][groups]; the factor 1 / rms joins the scales. Up to four rows are loaded before
-// the first is used.
+// Planes of all rows of x into shared memory, [T][groups]; inv_sh [T]: the factors 1 / rms of the sums. Up to four rows are loaded before
+// the first is used. square_sh [T][groups] is free.
 template <int BITS>
-DEV void stage_rows(char* q_sh, float* scale_sh, float* square_sh, const LinearArgs& a, int groups) {
-  const int AHEAD = 4, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31, chunks = groups * 16;
+DEV void stage_rows(char* q_sh, float* scale_sh, float* inv_sh, float* square_sh, const LinearArgs& a, int groups) {
+  const int AHEAD = 4, chunks = groups * 16;
 #pragma unroll 1
   for (int n0 = 0; n0 < a.T; n0 += AHEAD) {
-    float square[AHEAD] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int base = 0; base < chunks; base += blockDim.x) {
       const int c = base + threadIdx.x, k = c * 8;
@@ -150,9 +149,13 @@ DEV void stage_rows(char* q_sh, float* scale_sh, float* square_sh, const LinearA
 #pragma unroll
       for (int j = 0; j < AHEAD; j++) {
         if (n0 + j >= a.T) break;
-        if (k < a.K && a.norm) {
+        const int group = (n0 + j) * groups + (c >> 4);
+        if (a.norm) {
+          const float square = group_square(f[j]);
+          if (c < chunks && (c & 15) == 0) square_sh[group] = square;
+          if (k < a.K)
 #pragma unroll
-          for (int i = 0; i < 8; i++) square[j] += f[j][i] * f[j][i], f[j][i] *= gain[i];
+            for (int i = 0; i < 8; i++) f[j][i] *= gain[i];
         } else if (k < a.K && a.up) {
           const float* at = a.up + (size_t)(n0 + j) * a.x_stride + k;
           float up[8];
@@ -160,28 +163,13 @@ DEV void stage_rows(char* q_sh, float* scale_sh, float* square_sh, const LinearA
 #pragma unroll
           for (int i = 0; i < 8; i++) f[j][i] = silu(f[j][i]) * up[i];
         }
-        const int group = (n0 + j) * groups + (c >> 4);
         make_block<BITS>(q_sh + group * Block<BITS>::BYTES, scale_sh + group, c, f[j], c < chunks);
       }
     }
-    if (!a.norm) continue;
-#pragma unroll
-    for (int j = 0; j < AHEAD; j++) {
-      if (n0 + j >= a.T) break;
-      square[j] = warp_sum(square[j]);
-      if (lane == 0) square_sh[(n0 + j) * warps + warp] = square[j];
-    }
   }
   __syncthreads();
-  if (a.norm) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < a.T * groups; i += blockDim.x) {
-      float square = 0.f;
-      for (int w = 0; w < warps; w++) square += square_sh[i / groups * warps + w];
-      scale_sh[i] = (BITS == 16 ? 1.f : scale_sh[i]) * rsqrtf(square / a.K + a.eps);
-    }
-    __syncthreads();
-  }
+  if ((int)threadIdx.x < a.T) inv_sh[threadIdx.x] = a.norm ? inverse_rms(square_sh + threadIdx.x * groups, groups, a.K, a.eps) : 1.f;
+  __syncthreads();
 }
 
 // -------------------------------------------------------------------------------------------------------------------- walk
@@ -203,6 +191,7 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
   after += STAGED ? cols * groups * (BLOCK + 4) : WK * plane_part;
   float* staged_scale_sh = (float*)(planes_sh + cols * groups * BLOCK);
   float* red_sh = (float*)after;
+  float* inv_sh = red_sh + (WK > 1 ? WK * 4 * RED_NT * RED_STRIDE : 0);  // STAGED: 1 / rms, then the squares
 
   // the ring's front: what is copied next
   int f_item = job.begin(), f_n0 = 0, f_k = k_begin, f_stage = 0, f_count = 0;
@@ -270,7 +259,7 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
     if (staged->norm && (int)threadIdx.x * 32 < K) prefetch_l2(staged->gain + threadIdx.x * 32);
     dependency_wait();
     dependents_launch();
-    stage_rows<BITS>(planes_sh, staged_scale_sh, (float*)(red_sh + (WK > 1 ? WK * 4 * RED_NT * RED_STRIDE : 0)), *staged, groups);
+    stage_rows<BITS>(planes_sh, staged_scale_sh, inv_sh, inv_sh + 4, *staged, groups);
   } else {
     dependency_wait();
     dependents_launch();
@@ -337,7 +326,7 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
             const char* b = x_sh + (STAGED ? min_int(token, used - 1) * token_bytes : token * BLOCK) + (g & 1) * 64 + t * 16;
 #pragma unroll
             for (int i = 0; i < PER / 8; i++) x[n][i] = *(const uint4*)(b + i * 128);
-            sx[n] = BITS == 16 && !(STAGED && staged->norm) ? 1.f : sx_sh[STAGED ? min_int(mine, used - 1) * groups : mine];
+            sx[n] = BITS == 16 ? 1.f : sx_sh[STAGED ? min_int(mine, used - 1) * groups : mine];
             sums[n] = acc[0][first + n];
           }
           group_products<BITS, SUB, MT, TWO>(sums, 2 * NT, a, s, x, sx);
@@ -348,13 +337,14 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
           if (4 * n + t >= used) break;
+          const float inv = STAGED ? inv_sh[4 * n + t] : 1.f;
 #pragma unroll
           for (int i = 0; i < MT; i++) {
             if (Job::GATED) {
               job.put_gated(item, wm * 8 * MT + i * 8 + g, n0 + 4 * n + t, acc[i][n][0], acc[i][n][1]);
             } else {
-              job.put(item, wm * 16 * MT + i * 16 + g, n0 + 4 * n + t, acc[i][n][0]);
-              job.put(item, wm * 16 * MT + i * 16 + 8 + g, n0 + 4 * n + t, acc[i][n][1]);
+              job.put(item, wm * 16 * MT + i * 16 + g, n0 + 4 * n + t, acc[i][n][0] * inv);
+              job.put(item, wm * 16 * MT + i * 16 + 8 + g, n0 + 4 * n + t, acc[i][n][1] * inv);
             }
           }
         }
@@ -386,7 +376,7 @@ DEV void walk(const Args& args, const LinearArgs* staged) {
           if (Job::GATED)
             job.put_gated(item, r, n0 + 4 * first + n, y, up);
           else
-            job.put(item, r, n0 + 4 * first + n, y);
+            job.put(item, r, n0 + 4 * first + n, STAGED ? y * inv_sh[n] : y);
         }
       }
     }

@@ -263,7 +263,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
     if (lane == 0) barrier_arrive(empty_sh + stage);
     auto put = [&](int r, float gate, float up) {
       r += row0;
-      if (r < a.rows) a.out[(size_t)pair * a.rows + r] = GATED ? silu(gate) * up : gate;
+      if (r < a.rows) a.out[(size_t)pair * a.rows + r] = GATED ? without_tag(silu(gate) * up) : gate;
     };
     if (WK == 1) {
       if (t < used)
@@ -465,11 +465,16 @@ DEV void down_rows(const DownArgs& a) {
 #pragma unroll 4
       for (int p = n * a.K; p < (n + 1) * a.K; p++) {
         float one = 0.f;
-#pragma unroll 8
-        for (int c = 0; c < parts; c++) one += sums_sh[(p * parts + c) * 16 + r];
-        sum += (a.direct.logits ? direct_sh.gate[p] : a.gates[p]) * one;
+#pragma unroll 4
+        for (int part = 0; part < a.split; part++) {
+          float all = 0.f;
+#pragma unroll 4
+          for (int c = 0; c < chunks; c++) all += sums_sh[((p * chunks + c) * a.split + part) * 16 + r];
+          one += all;
+        }
+        sum = fmaf(a.direct.logits ? direct_sh.gate[p] : a.gates[p], one, sum);
       }
-      a.y[at] = before + a.scale * sum;
+      a.y[at] = without_tag(fmaf(a.scale, sum, before));
     }
   }
 }

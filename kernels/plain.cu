@@ -152,7 +152,7 @@ __device__ __forceinline__ float element(const Matrix& w, size_t row, int col) {
 // dst[T, D] = table[token] * scale. Grid (T), block any.
 extern "C" __global__ void plain_embed(float* dst, int dst_stride, Matrix table, const int* tokens, float scale) {
   size_t row = tokens[blockIdx.x];
-  for (int c = threadIdx.x; c < table.cols; c += blockDim.x) dst[(size_t)blockIdx.x * dst_stride + c] = element(table, row, c) * scale;
+  for (int c = threadIdx.x; c < table.cols; c += blockDim.x) dst[(size_t)blockIdx.x * dst_stride + c] = __uint_as_float(__float_as_uint(element(table, row, c) * scale) & ~1u);
 }
 
 // Normalises runs of `width` elements. Grid (runs, T), block 256. `layer`: LayerNorm, else RMSNorm.

@@ -5,7 +5,7 @@
 //        each packed then scale
 // out    router_logits: logits [T, E] f32; planes of n(x) (common/planes.cuh) in the order of the experts' codes
 //        router_rows: ids [T, K] s32, its own or those of a script, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending
-// needs  D % 8 == 0, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: one int, zero before the first launch
+// needs  D % 8 == 0, D <= 8192, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: one int, zero before the first launch
 //
 // Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8), ceil(T / tokens)),
 //   256 threads, shared 4 * tokens * D + (ahead ? 16 D : 0). Nothing but the block's own sums is waited for: weights arrive before x does.
@@ -44,6 +44,8 @@ struct RouterArgs {
   int pending;         // the list is not yet what the products take: its length is left below zero
   RouteRule rule;
 };
+
+static const int MOST_GROUPS = 64;  // of a row
 
 DEV void dot8(float& sum, const float* w, const float4& a, const float4& b) {
   sum += w[0] * a.x + w[1] * a.y + w[2] * a.z + w[3] * a.w + w[4] * b.x + w[5] * b.y + w[6] * b.z + w[7] * b.w;
@@ -131,7 +133,7 @@ DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, u32* 
 template <int TOKENS>
 DEV void logits_run(const RouterArgs& a) {
   extern __shared__ float router_sh[];  // [TOKENS][two halves of each eight][D / 8] float4
-  __shared__ float scratch_sh[32], sum_sh[8 * TOKENS];
+  __shared__ float scratch_sh[32], square_sh[TOKENS * MOST_GROUPS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, t0 = blockIdx.y * TOKENS, num_tok = min_int(TOKENS, a.T - t0), chunks = a.D / 8, e = blockIdx.x * 8 + warp;
   const char* row = (const char*)a.w + (size_t)min_int(e, a.rule.E - 1) * a.D * (a.w_is_f32 ? 4 : 2);
   char* row_sh = (char*)(router_sh + TOKENS * a.D) + (size_t)warp * a.D * 2;  // where `ahead`
@@ -146,9 +148,9 @@ DEV void logits_run(const RouterArgs& a) {
   dependents_launch();
 
   const int groups = groups_of(a.D);
-  float square[TOKENS], mean[TOKENS];
+  float mean[TOKENS];
 #pragma unroll
-  for (int n = 0; n < TOKENS; n++) square[n] = mean[n] = 0.f;
+  for (int n = 0; n < TOKENS; n++) mean[n] = 0.f;
   if (a.norm == 2)
 #pragma unroll
     for (int n = 0; n < TOKENS; n++) {
@@ -158,67 +160,71 @@ DEV void logits_run(const RouterArgs& a) {
       mean[n] = block_sum(sum, scratch_sh) / a.D;
     }
 #pragma unroll 1
-  for (int c = threadIdx.x; c < chunks; c += blockDim.x) {
-    float f[TOKENS][8], gain[8], shift[8];
+  for (int base = 0; base < groups * 16; base += blockDim.x) {
+    const int c = base + threadIdx.x;
+    float f[TOKENS][8], gain[8];
 #pragma unroll
     for (int n = 0; n < TOKENS; n++) {
       const float* x = a.x + (size_t)(t0 + min_int(n, num_tok - 1)) * a.D + c * 8;
-      *(float4*)f[n] = *(const float4*)x, *(float4*)(f[n] + 4) = *(const float4*)(x + 4);
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[n][i] = mean[n];
+      if (c < chunks) *(float4*)f[n] = *(const float4*)x, *(float4*)(f[n] + 4) = *(const float4*)(x + 4);
     }
 #pragma unroll
-    for (int i = 0; i < 8; i++) gain[i] = 1.f, shift[i] = 0.f;
-    if (a.norm) *(float4*)gain = *(const float4*)(a.gain + c * 8), *(float4*)(gain + 4) = *(const float4*)(a.gain + c * 8 + 4);
+    for (int i = 0; i < 8; i++) gain[i] = 1.f;
+    if (a.norm && c < chunks) *(float4*)gain = *(const float4*)(a.gain + c * 8), *(float4*)(gain + 4) = *(const float4*)(a.gain + c * 8 + 4);
 #pragma unroll
     for (int n = 0; n < TOKENS; n++) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float d = f[n][i] - mean[n];
-        square[n] += d * d, f[n][i] = d * gain[i];
-      }
+      for (int i = 0; i < 8; i++) f[n][i] -= mean[n];
+      const float square = group_square(f[n]);
+      if ((c & 15) == 0 && (c >> 4) < groups) square_sh[n * MOST_GROUPS + (c >> 4)] = square;
+      if (c >= chunks) continue;
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[n][i] *= gain[i];
       float4* to = (float4*)router_sh + n * 2 * chunks + c;
       to[0] = *(float4*)f[n], to[chunks] = *(float4*)(f[n] + 4);
     }
   }
-#pragma unroll
-  for (int n = 0; n < TOKENS; n++) {
-    square[n] = warp_sum(square[n]);
-    if (lane == 0) sum_sh[warp * TOKENS + n] = square[n];
-  }
   __syncthreads();
   float inv[TOKENS];
 #pragma unroll
-  for (int n = 0; n < TOKENS; n++) {
-    float s = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) s += sum_sh[i * TOKENS + n];
-    inv[n] = a.norm ? rsqrtf(s / a.D + a.eps) : 1.f;
-  }
+  for (int n = 0; n < TOKENS; n++) inv[n] = a.norm ? inverse_rms(square_sh + n * MOST_GROUPS, groups, a.D, a.eps) : 1.f;
   float sum[TOKENS], bias = 0.f;
 #pragma unroll
   for (int n = 0; n < TOKENS; n++) sum[n] = 0.f;
   copy_async_wait<0>();
   __syncwarp();
 #pragma unroll 1
-  for (int c = lane; c < chunks; c += 32) {
-    float f[8];
-    if (a.w_is_f32)
+  for (int c = lane; c - lane < chunks; c += 32) {
+    float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    if (c >= chunks) {
+    } else if (a.w_is_f32)
       *(float4*)f = *(const float4*)(row + c * 32), *(float4*)(f + 4) = *(const float4*)(row + c * 32 + 16);
     else
       unpack8(f, a.ahead ? *(const uint4*)(row_sh + c * 16) : load_streaming(row + c * 16));
 #pragma unroll
     for (int n = 0; n < TOKENS; n++) {
-      const float4* x = (const float4*)router_sh + n * 2 * chunks + c;
-      dot8(sum[n], f, x[0], x[chunks]);
+      const float4* x = (const float4*)router_sh + n * 2 * chunks + min_int(c, chunks - 1);
+      if (TOKENS == 1) {
+        const float one = group_dot(f, x[0], x[chunks]);
+        sum[n] += __shfl_sync(0xffffffffu, one, 0);
+        sum[n] += __shfl_sync(0xffffffffu, one, 16);
+      } else {
+        dot8(sum[n], f, x[0], x[chunks]);
+      }
     }
-    if (a.norm == 2) dot8(bias, f, *(const float4*)(a.shift + c * 8), *(const float4*)(a.shift + c * 8 + 4));
+    if (a.norm == 2 && c < chunks) dot8(bias, f, *(const float4*)(a.shift + c * 8), *(const float4*)(a.shift + c * 8 + 4));
   }
   if (a.norm == 2) bias = warp_sum(bias);
 #pragma unroll
   for (int n = 0; n < TOKENS; n++) {
-    const float s = warp_sum(sum[n]) * inv[n] + bias;
-    if (lane == 0 && n < num_tok && e < a.rule.E) a.logits[(size_t)(t0 + n) * a.rule.E + e] = s;
+    const float all = TOKENS == 1 ? sum[n] : warp_sum(sum[n]);
+    const float s = a.norm == 2 ? fmaf(all, inv[n], bias) : __fmul_rn(all, inv[n]);
+    if (lane == 0 && n < num_tok && e < a.rule.E) a.logits[(size_t)(t0 + n) * a.rule.E + e] = without_tag(s);
   }
   // planes: a share of the groups a block, two of them a warp
+  auto inv_of = [&](int n) { return n == 0 ? inv[0] : n == 1 ? inv[1 % TOKENS] : n == 2 ? inv[2 % TOKENS] : inv[3 % TOKENS]; };
   const int per = div_up(groups, (int)gridDim.x), begin = blockIdx.x * per, end = min_int(begin + per, groups), pairs = div_up(max_int(end - begin, 0), 2);
 #pragma unroll 1
   for (int i = warp; i < num_tok * pairs; i += 8) {
@@ -227,14 +233,16 @@ DEV void logits_run(const RouterArgs& a) {
     if (c < end * 16 && c < chunks) {
       const float4* x = (const float4*)router_sh + n * 2 * chunks + c;
       *(float4*)f = x[0], *(float4*)(f + 4) = x[chunks];
+      if (a.norm == 2 || a.bits == 16)
 #pragma unroll
-      for (int j = 0; j < 8; j++) f[j] = f[j] * (n == 0 ? inv[0] : n == 1 ? inv[1 % TOKENS] : n == 2 ? inv[2 % TOKENS] : inv[3 % TOKENS]) + (a.norm == 2 ? a.shift[c * 8 + j] : 0.f);
+        for (int j = 0; j < 8; j++) f[j] = f[j] * inv_of(n) + (a.norm == 2 ? a.shift[c * 8 + j] : 0.f);
     }
     const size_t group = (size_t)(t0 + n) * groups + (c >> 4);
     float* scale = a.x_scale + (size_t)(t0 + n) * scale_row(groups) + (c >> 4);
     if (a.bits == 4) make_block<4>(a.x_q + group * Block<4>::BYTES, scale, c, f, c < end * 16);
     if (a.bits == 8) make_block<8>(a.x_q + group * Block<8>::BYTES, scale, c, f, c < end * 16);
     if (a.bits == 16) make_block<16>(a.x_q + group * Block<16>::BYTES, scale, c, f, c < end * 16);
+    if (a.norm == 1 && (a.bits == 4 || a.bits == 8) && c < end * 16 && (c & 15) == 0) *scale *= inv_of(n);
   }
 }
 extern "C" __global__ void __launch_bounds__(256, 2) router_logits_t1(const __grid_constant__ RouterArgs a) { logits_run<1>(a); }

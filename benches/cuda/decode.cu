@@ -19,6 +19,7 @@
 #include "../../kernels/router.cu"
 #include "../../kernels/attention.cu"
 #include "../../kernels/rows.cu"
+#include "../../kernels/step.cu"
 
 static const double READ_TB_S = 4.23;
 
@@ -262,7 +263,7 @@ static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   for (a.columns = variant < N32 ? a.T : std::min(4 * nt, (a.T + 7) / 8 * 8);; a.columns = a.columns / 2 / 8 * 8) {
     if (a.columns < (variant < N32 ? a.T : 8)) return false;
     const size_t planes = a.columns * block_bytes(bits) * (variant < N32 ? groups_of_k(a.K) : wk * depth);
-    shared = ring_bytes(bits, sub, mt, wm * wk, depth) + planes + reduction_bytes(nt, mt, wm, wk) + (variant < N32 ? 256 : 0);
+    shared = ring_bytes(bits, sub, mt, wm * wk, depth) + planes + reduction_bytes(nt, mt, wm, wk) + (variant < N32 ? 16 + 4 * a.columns * groups_of_k(a.K) : 0);
     if (shared <= MOST_SHARED) break;
     if (variant < N32) return false;
   }
@@ -444,21 +445,21 @@ static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slot
   launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 128, shared, a);
   return true;
 }
-static int down_slice = 2048;
+static int down_slice = 2048, down_split = 0;
 static bool run_down(DownArgs a, int bits, int G) {
   const int groups = groups_of_k(a.F), row = a.F * bits / 8, scales = scales_of(bits, G, a.F), pairs = a.T * a.K;
   const int wanted = (row + down_slice - 1) / down_slice;
   a.chunk = (groups + wanted - 1) / wanted;
   const int chunks = (groups + a.chunk - 1) / a.chunk;
-  a.split = 1;
-  while (a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
-  const int teams = 8 / a.split;
+  a.split = down_split ? down_split : 1;
+  while (!down_split && a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
+  const int warps = std::max(8, a.split), teams = warps / a.split;
   const size_t stage = (16ull * std::min(16 * a.chunk * bits, row) + 64 + 32ull * scales + 15) / 16 * 16;
   const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
   const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
   for (a.stages = most; a.stages >= teams && a.stages * stage + rest + 4096 > MOST_SHARED;) a.stages -= teams;
   if (a.stages < teams) return false;
-  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 288, a.stages * stage + rest, a);
+  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 32 * (warps + 1), a.stages * stage + rest, a);
   return true;
 }
 
@@ -640,8 +641,8 @@ static void check_attention() {
     bf16 *kp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f), *vp = random_bf16((size_t)pages * Hk * 16 * Dh, 1.f);
     float* out = zeros<float>(T * H * Dh);
     AttentionArgs a = {};
-    a.out = out, a.q = q, a.k = k, a.v = v, a.k_pages = kp, a.v_pages = vp, a.page_table = upload(table), a.positions = upload(positions);
-    a.partial = device<float>((size_t)T * Hk * max_splits * 16 * (Dh + 4)), a.counters = zeros<int>(T * Hk), a.q_gain = qg, a.k_gain = kg, a.cosines = upload(cs), a.sines = upload(sn);
+    a.out = out, a.q = q, a.k = k, a.v = v, a.layer = {qg, kg, kp, vp}, a.page_table = upload(table), a.positions = upload(positions);
+    a.partial = device<float>((size_t)T * Hk * max_splits * 16 * (Dh + 4)), a.counters = zeros<int>(T * Hk), a.cosines = upload(cs), a.sines = upload(sn);
     a.q_stride = H * Dh, a.k_stride = a.v_stride = Hk * Dh, a.out_stride = H * Dh, a.H = H, a.Hk = Hk, a.max_pages = max_pages, a.max_splits = max_splits, a.norm = c.norm, a.eps = 1e-6f;
     a.clip = c.clip, a.rope_dim = c.rope, a.interleaved = c.interleaved, a.window = c.window, a.scale = 1.f / sqrtf(Dh), a.together = max_splits * Hk * T <= num_sm;
     run_attention(a, Dh, T);
@@ -771,11 +772,17 @@ struct Buffers {
   ExpertSlot* slots;
   u64* best;
 };
+// as an embedding gives them
+static std::vector<float> widen_f32(const bf16* p, size_t n) {
+  std::vector<float> v;
+  for (bf16 b : download(p, n)) v.push_back(host_f32(b));
+  return v;
+}
 static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = true) {
   const Shape& s = m.s;
   const int q = s.H * s.Dh, kv = s.Hk * s.Dh;
   b.x = random_f32(T * s.D, 1.f);
-  float* x0 = random_f32(T * s.D, 1.f);
+  float* x0 = upload(widen_f32(random_bf16(T * s.D, 1.f), T * s.D));
   b.q = device<float>(T * q), b.k = device<float>(T * kv), b.v = device<float>(T * kv), b.logits = device<float>((size_t)T * s.V);
   b.router_logits = device<float>(T * s.E), b.gates = device<float>(T * s.K), b.attn = random_f32(T * q, 1.f), b.h = device<float>((size_t)T * s.K * s.F), b.d = device<float>((size_t)T * s.K * s.D);
   b.px = planes_for(8, T, s.D), b.pa = planes_for(8, T, q), b.ph = planes_for(4, T * s.K, s.F), b.pe = planes_for(4, T, s.D);
@@ -812,8 +819,8 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     }});
     if (decode) ops.push_back({"attention", l, 2.0 * T * m.context * kv * 2, [=] {
       AttentionArgs a = {};
-      a.out = b.attn, a.q = b.q, a.k = b.k, a.v = b.v, a.k_pages = y.k_pages, a.v_pages = y.v_pages, a.page_table = b.page_table, a.positions = b.positions, a.partial = b.partial, a.counters = b.counters;
-      a.q_gain = m.q_gain, a.k_gain = m.k_gain, a.cosines = m.cosines, a.sines = m.sines, a.q_stride = a.out_stride = q, a.k_stride = a.v_stride = kv, a.H = s.H, a.Hk = s.Hk, a.max_pages = m.max_pages;
+      a.out = b.attn, a.q = b.q, a.k = b.k, a.v = b.v, a.layer = {m.q_gain, m.k_gain, y.k_pages, y.v_pages}, a.page_table = b.page_table, a.positions = b.positions, a.partial = b.partial, a.counters = b.counters;
+      a.cosines = m.cosines, a.sines = m.sines, a.q_stride = a.out_stride = q, a.k_stride = a.v_stride = kv, a.H = s.H, a.Hk = s.Hk, a.max_pages = m.max_pages;
       a.max_splits = max_splits, a.norm = s.qk_norm, a.eps = 1e-6f, a.clip = INFINITY, a.rope_dim = s.Dh, a.scale = 1.f / sqrtf(s.Dh), a.together = max_splits * s.Hk * T <= num_sm;
       run_attention(a, s.Dh, T);
     }});
@@ -851,6 +858,82 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   }});
   if (decode) ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 4096, nullptr, s.V}); }});
   return ops;
+}
+// The same step by one kernel from the first layer to the last.
+struct Whole {
+  StepArgs a;
+  size_t shared;
+};
+static Whole whole(const Model& m, const Buffers& b, int grid) {
+  const Shape& s = m.s;
+  std::vector<StepLayer> layers;
+  for (const Layer& y : m.layers) {
+    StepLayer l = {};
+    auto set = [](StepMatrix& to, const Stored& from) { to.packed = (const char*)from.packed, to.scale = from.scale; };
+    set(l.q, y.q), set(l.k, y.k), set(l.v, y.v), set(l.o, y.o);
+    l.gain = y.attn_gain, l.cache = {m.q_gain, m.k_gain, y.k_pages, y.v_pages}, l.moe_gain = y.ffn_gain, l.router = y.router, l.table = y.table;
+    layers.push_back(l);
+  }
+  StepArgs a = {};
+  const int splits = std::max(1, std::min(max_splits_one, num_sm / s.Hk)), groups = s.F / 128;
+  a.x = b.x, a.layers = upload(layers), a.x_box = zeros<float>(s.D), a.middle = zeros<float>(s.D), a.logits = zeros<float>(s.E + 4), a.h = zeros<float>(s.K * s.F), a.partial = zeros<u64>((size_t)s.Hk * splits * 16 * (s.Dh + 2)), a.uses = zeros<int>(grid);
+  OK(cudaMemset(a.x_box, 1, 4 * s.D));
+  AttentionArgs& t = a.attention;
+  float* q = zeros<float>((s.H + 2 * s.Hk) * s.Dh);
+  t.q = q, t.k = q + s.H * s.Dh, t.v = t.k + s.Hk * s.Dh, t.out = zeros<float>(s.H * s.Dh);
+  t.page_table = b.page_table, t.positions = b.positions, t.cosines = m.cosines, t.sines = m.sines, t.H = s.H, t.Hk = s.Hk, t.max_splits = splits;
+  t.norm = s.qk_norm, t.rope_dim = s.Dh, t.clip = INFINITY, t.eps = 1e-6f, t.scale = 1.f / sqrtf(s.Dh);
+  a.num_layers = s.L, a.D = s.D, a.F = s.F, a.eps = a.moe_eps = 1e-6f, a.scale = a.moe_scale = 0.1f;
+  a.split = groups > 6 ? 2 : 1, a.down_rows = s.D / 16 > grid ? 32 : 16;
+  a.rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
+  const size_t fixed = AttendShared<128, false>::BYTES + 8 * 8 * 260 + 8 * RED + 48 * 128;
+  a.ring = (int)((227 * 1024 - fixed - 1536) / 128 * 128);
+  return {a, fixed + a.ring};
+}
+static void run_whole(const Whole& w, int grid) {
+  OK(cudaFuncSetAttribute((const void*)step_w8_w4_d128, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)w.shared));
+  cudaLaunchConfig_t c = {};
+  c.gridDim = dim3(grid), c.blockDim = dim3(288), c.dynamicSmemBytes = w.shared, c.stream = stream;
+  cudaLaunchAttribute at[1];
+  at[0].id = cudaLaunchAttributeCooperative, at[0].val.cooperative = 1;
+  c.attrs = at, c.numAttrs = 1;
+  void* p[1] = {(void*)&w.a};
+  OK(cudaLaunchKernelExC(&c, (const void*)step_w8_w4_d128, p));
+}
+static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats);
+// Both from the same x, bit by bit, after any number of layers; then times.
+static void check_whole(Model& m, int grid) {
+  Buffers b;
+  down_split = m.s.F / 128 <= 16 ? 0 : 16, down_slice = m.s.F / 128 <= 16 ? 1 << 20 : 16 * 64;
+  std::vector<Op> ops = program(m, 1, b);
+  const Whole w = whole(m, b, grid);
+  std::vector<u32> first;
+  const int all = m.s.L;
+  for (int layers : {1, 2, all}) {
+    for (const Op& op : ops) if (op.layer < layers) op.run();
+    OK(cudaStreamSynchronize(stream));
+    const std::vector<u32> want = download((const u32*)b.x, m.s.D);
+    ops[0].run();
+    Whole some = w;
+    some.a.num_layers = layers;
+    for (int i = 0; i < 2; i++) {
+      ops[0].run(), run_whole(some, grid);
+      OK(cudaStreamSynchronize(stream));
+      const std::vector<u32> got = download((const u32*)b.x, m.s.D);
+      int differ = 0;
+      double most = 0;
+      for (int j = 0; j < m.s.D; j++) {
+        float x, y;
+        memcpy(&x, &got[j], 4), memcpy(&y, &want[j], 4);
+        differ += got[j] != want[j], most = std::max(most, (double)fabsf(x - y) / (fabsf(y) + 1e-3));
+      }
+      printf("grid %d, %d layers: %d of %d elements differ, at most %.2e\n", grid, layers, differ, m.s.D, most), fflush(stdout);
+    }
+  }
+  std::vector<Op> one = {ops[0], {"whole", 0, 0, [=] { run_whole(w, grid); }}};
+  for (const Op& op : ops) if (op.layer >= m.s.L) one.push_back(op);
+  for (int i = 0; i < 2; i++)
+    printf("context %d: by kernels %.3f ms, by one %.3f ms, of it layers %.3f, %.2f us a layer\n", m.context, time_graph(ops, [](const Op&) { return true; }, 20), time_graph(one, [](const Op&) { return true; }, 20), time_graph(one, [](const Op& o) { return !strcmp(o.name, "whole"); }, 20), time_graph(one, [](const Op& o) { return !strcmp(o.name, "whole"); }, 20) / m.s.L * 1e3), fflush(stdout);
 }
 static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats) {
   cudaGraph_t graph;
@@ -933,6 +1016,10 @@ int main(int argc, char** argv) {
     shape.L = value("layers", shape.L), use_pdl = !has("plain");
     Model m = build(shape, context, context > 2048 ? 1 : 64);
     std::vector<int> batches = {1, 4, 8, 16, 32};
+    if (has("whole")) {
+      check_whole(m, value("grid", num_sm));
+      return 0;
+    }
     if (has("one") || context > 2048) batches = {1};
     if (value("batch", 0)) batches = {value("batch", 0)};
     measure(m, batches, has("kernels"));

@@ -96,6 +96,8 @@ DEV void dependents_launch() {
 
 #define INFINITY_F __int_as_float(0x7f800000)
 
+// Vectors that pass from one kernel of a decode step to the next have a last bit of zero, which step.cu uses to tell that they are there.
+DEV float without_tag(float x) { return __uint_as_float(__float_as_uint(x) & ~1u); }
 DEV u32 word_at(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 DEV int div_up(int a, int b) { return (a + b - 1) / b; }
 DEV int min_int(int a, int b) { return a < b ? a : b; }

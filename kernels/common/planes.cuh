@@ -34,6 +34,31 @@ DEV u32 pack_bytes(int a, int b, int c, int d) { return __byte_perm(__byte_perm(
 // of products with both planes
 DEV float planes_sum(int hi, int lo) { return (float)(hi * 256 + lo); }
 static const float PLANES_MOST = 127 * 256 + 127;
+// The sum of squares of a group, of which sixteen neighbouring lanes hold eight elements each.
+DEV float group_square(const float* f) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = fmaf(f[i], f[i], sum);
+#pragma unroll
+  for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+  return sum;
+}
+// the product of a group, of which sixteen neighbouring lanes hold eight elements each
+DEV float group_dot(const float* w, const float4& a, const float4& b) {
+  float sum = fmaf(w[3], a.w, fmaf(w[2], a.z, fmaf(w[1], a.y, __fmul_rn(w[0], a.x))));
+  sum = fmaf(w[7], b.w, fmaf(w[6], b.z, fmaf(w[5], b.y, fmaf(w[4], b.x, sum))));
+#pragma unroll
+  for (int i = 8; i; i >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+  return sum;
+}
+DEV float sum_groups(const float* group_sh, int groups) {
+  float sum = 0.f;
+#pragma unroll 8
+  for (int i = 0; i < groups; i++) sum += group_sh[i];
+  return sum;
+}
+// 1 / rms of a row from the squares of its groups
+DEV float inverse_rms(const float* square_sh, int groups, int K, float eps) { return rsqrtf(sum_groups(square_sh, groups) / K + eps); }
 // Sixteen neighbouring lanes with eight elements each (chunk c of a row) make one block; all lanes of a warp take part, `use` says
 // which write. Not-a-number and infinity end up in the scale.
 enum PlaneOrder { BY_LANE, BY_K };
@@ -116,9 +141,14 @@ template <int SUB>
 struct RowScales {
   float lo[SUB ? SUB : 1], hi[SUB ? SUB : 1];
 };
+template <bool ROUNDED>
+DEV void add_product(float& sum, float a, float b) {
+  sum = ROUNDED ? __fadd_rn(sum, __fmul_rn(a, b)) : fmaf(a, b, sum);
+}
 // sums[n][i * stride + 0, 1] += scales * codes x activations of one group, rows g and g + 8 of tile i, token t of columns n; x: pieces of
 // column g, sx: scale of token t. Where a group has several scales, the products are taken once for each, with the activations of
-// the other lanes masked. Independent products alternate, since one alone waits 25 cycles for the one before.
+// the other lanes masked. Independent products alternate, since one alone waits 25 cycles for the one before. One column of tokens alone
+// (NB = 1) adds rounded products, so that sums are the same bits wherever the products of a group were made.
 template <int BITS, int SUB, int MT, int NB>
 DEV void group_products(float* const* sums, int stride, const u32 (*a)[Form<BITS, 0>::MMAS][4], const RowScales<SUB>* s, const uint4 (*x)[Block<BITS>::BYTES / 128], const float* sx) {
   if constexpr (BITS == 16) {
@@ -136,17 +166,21 @@ DEV void group_products(float* const* sums, int stride, const u32 (*a)[Form<BITS
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
-      for (int n = 0; n < NB; n++) sums[n][i * stride] += sx[n] * (c[i][n][0] + c[i][n][1]), sums[n][i * stride + 1] += sx[n] * (c[i][n][2] + c[i][n][3]);
+      for (int n = 0; n < NB; n++) add_product<NB == 1>(sums[n][i * stride], sx[n], c[i][n][0] + c[i][n][1]), add_product<NB == 1>(sums[n][i * stride + 1], sx[n], c[i][n][2] + c[i][n][3]);
   } else {
     const int t = threadIdx.x & 3;
 #pragma unroll
     for (int q = 0; q < SUB; q++) {
       const bool mine = SUB == 1 || (BITS == 4 ? t * SUB / 4 == q : SUB == 2 || t / 2 == q % 2);
-      int c[MT][NB][4];
+      const int CHAINS = MT * NB == 1 ? 2 : 1;  // of sums that do not wait for each other
+      int chain[CHAINS][MT][NB][4];
+      int(&c)[MT][NB][4] = chain[0];
 #pragma unroll
-      for (int i = 0; i < MT; i++)
+      for (int h = 0; h < CHAINS; h++)
 #pragma unroll
-        for (int n = 0; n < NB; n++) c[i][n][0] = c[i][n][1] = c[i][n][2] = c[i][n][3] = 0;
+        for (int i = 0; i < MT; i++)
+#pragma unroll
+          for (int n = 0; n < NB; n++) chain[h][i][n][0] = chain[h][i][n][1] = chain[h][i][n][2] = chain[h][i][n][3] = 0;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         if (BITS == 8 && SUB > 1 && j / 2 != (SUB == 2 ? q : q / 2)) continue;
@@ -154,15 +188,18 @@ DEV void group_products(float* const* sums, int stride, const u32 (*a)[Form<BITS
         for (int n = 0; n < NB; n++) {
           const u32 b0 = j % 2 ? x[n][j / 2].z : x[n][j / 2].x, b1 = j % 2 ? x[n][j / 2].w : x[n][j / 2].y;
 #pragma unroll
-          for (int i = 0; i < MT; i++) mma_s8(c[i][n], a[i][j], mine ? b0 : 0u, mine ? b1 : 0u);
+          for (int i = 0; i < MT; i++) mma_s8(chain[j % CHAINS][i][n], a[i][j], mine ? b0 : 0u, mine ? b1 : 0u);
         }
       }
+      if (CHAINS == 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[0][0][i] += chain[CHAINS - 1][0][0][i];
 #pragma unroll
       for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int n = 0; n < NB; n++) {
-          sums[n][i * stride] += s[i].lo[q] * sx[n] * planes_sum(c[i][n][0], c[i][n][1]);
-          sums[n][i * stride + 1] += s[i].hi[q] * sx[n] * planes_sum(c[i][n][2], c[i][n][3]);
+          add_product<NB == 1>(sums[n][i * stride], s[i].lo[q] * sx[n], planes_sum(c[i][n][0], c[i][n][1]));
+          add_product<NB == 1>(sums[n][i * stride + 1], s[i].hi[q] * sx[n], planes_sum(c[i][n][2], c[i][n][3]));
         }
     }
   }

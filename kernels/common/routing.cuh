@@ -95,10 +95,45 @@ DEV void take_first_max(u32* key, int& at, float& value) {
   value = key_value(best);
 }
 
+struct NotTold {
+  DEV void operator()(int, int) const {}
+};
+// The same K times over, from the first rank on: id and value of rank `lane`. tell(rank, id) by all lanes as soon as one is known.
+template <int N, class Tell>
+DEV void take_highest(u32* key, int K, int& id, float& value, const Tell& tell) {
+  const int lane = threadIdx.x & 31;
+  int at[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) at[i] = lane + 32 * i;
+  // each lane's own in order, the first of equals first
+#pragma unroll
+  for (int end = N - 1; end > 0; end--)
+#pragma unroll
+    for (int i = 0; i < end; i++)
+      if (key[i] < key[i + 1]) {
+        const u32 k = key[i];
+        const int a = at[i];
+        key[i] = key[i + 1], at[i] = at[i + 1], key[i + 1] = k, at[i + 1] = a;
+      }
+#pragma unroll 1
+  for (int k = 0; k < K; k++) {
+    const u32 best = warp_max_u32(key[0]), who = __ballot_sync(0xffffffffu, key[0] == best);
+    int pick = __shfl_sync(0xffffffffu, at[0], __ffs(who) - 1);
+    if (who & (who - 1)) pick = (int)warp_min_u32(key[0] == best ? at[0] : 0xffffffffu);
+    if (lane == k) id = pick, value = key_value(best);
+    if (at[0] == pick) {
+#pragma unroll
+      for (int i = 0; i < N - 1; i++) key[i] = key[i + 1], at[i] = at[i + 1];
+      key[N - 1] = 0, at[N - 1] = -1;
+    }
+    tell(k, pick);
+  }
+}
+
 // one token, one warp; v: logits of experts lane + 32 i, minus infinity past the last; scratch_sh [E] free, for ANY only; id and gate of
-// rank `lane` out
-template <int N, bool ANY>
-DEV void choose(int& id, float& gate, const RouteRule& a, float* v, float* scratch_sh) {
+// rank `lane` out; tell as in take_highest, not for ANY
+template <int N, bool ANY, class Tell = NotTold>
+DEV void choose(int& id, float& gate, const RouteRule& a, float* v, float* scratch_sh, const Tell& tell = Tell()) {
   const int lane = threadIdx.x & 31;
   u32 key[N];
   id = 0, gate = 0.f;
@@ -157,12 +192,16 @@ DEV void choose(int& id, float& gate, const RouteRule& a, float* v, float* scrat
   }
 #pragma unroll
   for (int i = 0; i < N; i++) key[i] = lane + 32 * i < a.E ? order_key(v[i]) : 0;
+  if (ANY) {
 #pragma unroll 1
-  for (int k = 0; k < a.K; k++) {
-    float best;
-    int pick;
-    take_first_max<N>(key, pick, best);
-    if (lane == k) gate = best, id = pick;
+    for (int k = 0; k < a.K; k++) {
+      float best;
+      int pick;
+      take_first_max<N>(key, pick, best);
+      if (lane == k) gate = best, id = pick;
+    }
+  } else {
+    take_highest<N>(key, a.K, id, gate, tell);
   }
   if (of_chosen) {
     const float top = __shfl_sync(0xffffffffu, gate, 0);

@@ -326,7 +326,6 @@ impl Engine {
 
     /// What the router's kernels take for its logits alone.
     fn router_args(&self, lead: &Lead, w: Matrix, router: &RouterSpec, x: u64, num_tok: usize) -> RouterArgs {
-        let rule = rule(router);
         RouterArgs {
             x,
             gain: self.store.matrix(lead.w).data,
@@ -337,17 +336,7 @@ impl Engine {
             w_is_f32: (w.kind == Kind::F32) as i32,
             norm: norm_code(lead),
             eps: lead.norm.eps,
-            rule: RouteRule {
-                e: rule.experts,
-                k: rule.top_k,
-                select: rule.select,
-                softmax_of_chosen: rule.softmax_of_chosen,
-                renorm: rule.renorm,
-                num_groups: rule.groups,
-                keep_groups: rule.keep,
-                jitter: rule.jitter,
-                scale: rule.scale,
-            },
+            rule: rule(router).into(),
             ..RouterArgs::ZERO
         }
     }

@@ -3,8 +3,8 @@
 
 use super::device::{CudaError, Device};
 use super::launch::{self, Grid};
-use super::module::{Function, Module, Overlap, PROGRAMS, Source, cached};
-use super::plain::Matrix;
+use super::module::{Function, Mode, Module, PROGRAMS, Source, cached};
+use super::plain::{Matrix, Router};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -159,20 +159,24 @@ structs! {
         split: i32,
         scale: f32,
     }
+    /// What a layer's attention has of its own.
+    AttentionLayer in "common/attend.cuh" {
+        q_gain: u64,
+        k_gain: u64,
+        k_pages: u64,
+        v_pages: u64,
+    }
     /// Attention of one new token a sequence.
-    AttentionArgs in "attention.cu" {
+    AttentionArgs in "common/attend.cuh" {
         out: u64,
         q: u64,
         k: u64,
         v: u64,
-        k_pages: u64,
-        v_pages: u64,
+        layer: AttentionLayer,
         page_table: u64,
         positions: u64,
         partial: u64,
         counters: u64,
-        q_gain: u64,
-        k_gain: u64,
         cosines: u64,
         sines: u64,
         q_stride: i32,
@@ -191,6 +195,47 @@ structs! {
         window: i32,
         scale: f32,
         together: i32,
+    }
+    /// One matrix of a layer.
+    StepMatrix in "step.cu" {
+        packed: u64,
+        scale: u64,
+        bias: u64,
+    }
+    /// A layer of the kernel that runs all of them.
+    StepLayer in "step.cu" {
+        q: StepMatrix,
+        k: StepMatrix,
+        v: StepMatrix,
+        o: StepMatrix,
+        cache: AttentionLayer,
+        gain: u64,
+        moe_gain: u64,
+        router: u64,
+        table: u64,
+    }
+    /// All layers for one token.
+    StepArgs in "step.cu" {
+        x: u64,
+        layers: u64,
+        x_box: u64,
+        middle: u64,
+        logits: u64,
+        h: u64,
+        partial: u64,
+        uses: u64,
+        attention: AttentionArgs,
+        num_layers: i32,
+        d: i32,
+        f: i32,
+        eps: f32,
+        moe_eps: f32,
+        scale: f32,
+        moe_scale: f32,
+        split: i32,
+        down_rows: i32,
+        ring: i32,
+        rule: RouteRule,
     }
     /// Keys and values of new tokens, and their queries made ready.
     AppendArgs in "attention.cu" {
@@ -434,19 +479,35 @@ structs! {
     }
 }
 
+impl From<Router> for RouteRule {
+    fn from(r: Router) -> Self {
+        Self {
+            e: r.experts,
+            k: r.top_k,
+            select: r.select,
+            softmax_of_chosen: r.softmax_of_chosen,
+            renorm: r.renorm,
+            num_groups: r.groups,
+            keep_groups: r.keep,
+            jitter: r.jitter,
+            scale: r.scale,
+        }
+    }
+}
+
 /// Bytes of an `ExpertSlot`.
 pub(super) const SLOT_BYTES: usize = 96;
 
 /// The fast kernels of a device.
 pub(super) struct Fast {
     functions: HashMap<String, Function>,
-    overlap: Overlap,
+    mode: Mode,
 }
 
 impl Fast {
-    /// Loads the kernels for weights of some forms, as kernel names spell them.
+    /// Loads the kernels for weights of some forms, and pairs of forms, as kernel names spell them.
     pub fn load(device: &Arc<Device>, forms: &[&str]) -> Result<Self, CudaError> {
-        let overlap = if device.properties().sm >= 90 { Overlap::Yes } else { Overlap::No };
+        let mode = if device.properties().sm >= 90 { Mode::Overlapping } else { Mode::Ordered };
         let arch = device.properties().arch();
         let wanted = |p: &&Source| !OTHERS.contains(&p.name) && p.is_for(&arch) && p.form.is_none_or(|f| forms.contains(&f));
         let programs: Vec<&Source> = PROGRAMS.iter().filter(wanted).collect();
@@ -459,17 +520,17 @@ impl Fast {
                 functions.insert(name.clone(), module.function(&name)?);
             }
         }
-        Ok(Self { functions, overlap })
+        Ok(Self { functions, mode })
     }
 
     /// No kernel.
     pub fn none() -> Self {
-        Self { functions: HashMap::new(), overlap: Overlap::No }
+        Self { functions: HashMap::new(), mode: Mode::Ordered }
     }
 
     /// Whether kernels may start before those ahead of them are done.
     pub fn overlaps(&self) -> bool {
-        self.overlap == Overlap::Yes
+        self.mode == Mode::Overlapping
     }
 
     /// Whether there is such a kernel.
@@ -479,11 +540,20 @@ impl Fast {
 
     /// Launches a kernel whose one parameter is `args`.
     pub fn launch<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
+        self.launch_as(self.mode, name, grid, args)
+    }
+
+    /// The same with all blocks resident at a time.
+    pub fn launch_resident<A: Copy>(&self, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
+        self.launch_as(Mode::Cooperative, name, grid, args)
+    }
+
+    fn launch_as<A: Copy>(&self, mode: Mode, name: &str, grid: Grid, args: &A) -> Result<(), CudaError> {
         let function = self.function(name)?;
         let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
         // SAFETY: fast kernels take one struct, whose layout a test compares with the source; addresses come from buffers that
         // the engine sized for the block and keeps until the stream is done.
-        unsafe { function.launch(grid, self.overlap, &mut params) }
+        unsafe { function.launch(grid, mode, &mut params) }
     }
 
     /// The same beside the kernels, behind everything already in the stream for transfers.
@@ -491,7 +561,7 @@ impl Fast {
         let function = self.function(name)?;
         let mut params = [(&raw const *args).cast_mut().cast::<std::ffi::c_void>()];
         // SAFETY: as above; who reads what it writes waits for its counts, and the stream of the kernels joins that of the transfers.
-        unsafe { function.launch_in(function.copy_stream(), grid, Overlap::No, &mut params) }
+        unsafe { function.launch_in(function.copy_stream(), grid, Mode::Ordered, &mut params) }
     }
 
     fn function(&self, name: &str) -> Result<&Function, CudaError> {
@@ -517,6 +587,7 @@ fn names(program: &Source) -> Vec<String> {
                 |d| ["attention_decode", "attention_decode_wide", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
             [32, 64, 96, 128].into_iter().flat_map(each).collect()
         }
+        "step.cu" => of_form(&["step_X_d64", "step_X_d128"]),
         "latent.cu" => {
             let each = |r| ["latent_query", "latent_attention", "latent_value"].map(|n| format!("{n}_r{r}"));
             launch::LATENT_RANKS.into_iter().flat_map(each).collect()
@@ -551,7 +622,11 @@ mod tests {
                     (_, "int") => "i32",
                     (_, "float") => "f32",
                     (_, "LinearMatrix") => "[LinearMatrix; 3]",
-                    (_, "RouteRule" | "DirectRoute" | "Arrivals" | "TierSlots") => ty,
+                    (
+                        _,
+                        "RouteRule" | "DirectRoute" | "Arrivals" | "TierSlots" | "AttentionLayer" | "AttentionArgs"
+                        | "StepMatrix",
+                    ) => ty,
                     (_, "LatentMatrix") => "Matrix",
                     other => panic!("`{name}` has a field of type {other:?}"),
                 };

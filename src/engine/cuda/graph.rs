@@ -384,8 +384,13 @@ impl Engine {
         if !self.decodes_fully(&view) {
             self.rotate(&view)?;
         }
-        for i in 0..self.groups.len() {
-            self.group(i, &view)?;
+        let all = 0..self.groups.len();
+        if self.runs_whole(num_tok) {
+            self.group(all.start, &view)?;
+            self.whole(&view)?;
+            self.group(all.end - 1, &view)?;
+        } else {
+            all.into_iter().try_for_each(|i| self.group(i, &view).map(drop))?;
         }
         self.join()?;
         if choice == Choice::Drawn {

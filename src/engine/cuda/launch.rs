@@ -2,9 +2,11 @@
 
 mod attention;
 mod copies;
+mod step;
 
 pub use attention::*;
 pub use copies::*;
+pub use step::*;
 
 /// How a kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -296,9 +298,10 @@ impl Product {
         let tile_rows = 16 * self.tiles * self.m_warps;
         let num_tiles: usize = rows.iter().map(|r| r.div_ceil(tile_rows)).sum();
         let shared = |columns: usize| {
-            let token = width.block() + 4;
-            let planes =
-                if staged { columns * cols.div_ceil(GROUP_K) * token + 256 } else { self.k_warps * self.depth * columns * token };
+            let planes = match staged {
+                true => columns * cols.div_ceil(GROUP_K) * (width.block() + 8) + 16,
+                false => self.k_warps * self.depth * columns * (width.block() + 4),
+            };
             width.ring(self.tiles, warps, self.depth) + planes + reduction(self.most_tok, tile_rows, self.k_warps)
         };
         let launched = |columns: usize| {
@@ -339,9 +342,13 @@ pub struct LogitsLaunch {
     pub ahead: bool,
 }
 
-/// Logits of the router and planes of its input.
+/// Logits of the router and planes of its input; `None` for rows that no kernel takes.
 pub fn router_logits(experts: usize, d: usize, num_tok: usize, half: bool, limits: Limits) -> Option<LogitsLaunch> {
+    const MOST_COLS: usize = 8192;
     let (name, tokens) = if num_tok == 1 { ("router_logits_t1", 1) } else { ("router_logits", 4) };
+    if d > MOST_COLS {
+        return None;
+    }
     let of = |ahead: bool| {
         let shared = 4 * tokens * d + if ahead { 16 * d } else { 0 };
         let grid = Grid::new([experts.div_ceil(8), num_tok.div_ceil(tokens), 1], 256).shared(shared);

@@ -44,9 +44,14 @@ impl Buffer {
 
     /// Sets every byte to zero, in the order of the kernels.
     pub fn clear(&self) -> Result<(), CudaError> {
+        self.fill(0)
+    }
+
+    /// Sets every byte, in the order of the kernels.
+    pub fn fill(&self, byte: u8) -> Result<(), CudaError> {
         self.device.current()?;
         // SAFETY: the range is the whole allocation.
-        unsafe { result::memset_d8_async(self.pointer, 0, self.bytes, self.device.stream()) }.during("clear memory")
+        unsafe { result::memset_d8_async(self.pointer, byte, self.bytes, self.device.stream()) }.during("fill memory")
     }
 
     /// Size.

@@ -34,6 +34,7 @@ pub mod slots;
 pub mod solver;
 mod stager;
 mod start;
+mod step;
 mod tiled;
 mod tiles;
 mod transfer;
@@ -69,6 +70,7 @@ use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use step::WholeStep;
 use tiled::Tiled;
 use workspace::Workspace;
 
@@ -83,6 +85,8 @@ pub struct Engine {
     /// Of [`Kernels::Tiled`].
     tiled: Option<Tiled>,
     fast: Fast,
+    /// All layers of one token by one kernel, where it takes the model.
+    step: Option<WholeStep>,
     kernels: Kernels,
     /// Kinds of blocks that are left to the plain kernels on this device.
     unfit: Vec<String>,

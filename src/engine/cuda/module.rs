@@ -75,6 +75,8 @@ pub const PROGRAMS: &[Source] = &[
     source!("moe.cu", "w8_c"),
     source!("moe.cu", "w16"),
     source!("attention.cu"),
+    source!("step.cu", "w8_w4", "sm_90a"),
+    source!("step.cu", "w4_w4", "sm_90a"),
     source!("latent.cu"),
     source!("rows.cu"),
     source!("tiers.cu"),
@@ -84,6 +86,7 @@ pub const PROGRAMS: &[Source] = &[
 ];
 /// Files they include.
 pub const HEADERS: &[Source] = &[
+    source!("common/attend.cuh"),
     source!("common/base.cuh"),
     source!("common/forms.cuh"),
     source!("common/linear.cuh"),
@@ -331,11 +334,34 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// Whether a kernel may start before the one ahead of it is done; kernels written for it wait by themselves.
+/// How the blocks of a launch stand to the launch ahead of it and to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Overlap {
-    No,
-    Yes,
+pub(super) enum Mode {
+    /// They start when it is done, as many at a time as there is room for.
+    Ordered,
+    /// They may start before it is done; kernels written for it wait by themselves.
+    Overlapping,
+    /// They start when it is done, and all are resident at a time, so that they may wait for each other; more than fit are refused.
+    Cooperative,
+}
+
+impl Mode {
+    fn attribute(self) -> Option<sys::CUlaunchAttribute> {
+        // SAFETY: a struct of integers and a union of them, for which zero is a value.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        match self {
+            Mode::Ordered => return None,
+            Mode::Overlapping => {
+                attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+                attribute.value.programmaticStreamSerializationAllowed = 1;
+            }
+            Mode::Cooperative => {
+                attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+                attribute.value.cooperative = 1;
+            }
+        }
+        Some(attribute)
+    }
 }
 
 impl Function {
@@ -363,9 +389,9 @@ impl Function {
     /// # Safety
     /// `params` must point to one value for each parameter of the kernel, of its size, and every address among them must be
     /// good for what the kernel does with it.
-    pub unsafe fn launch(&self, grid: Grid, overlap: Overlap, params: &mut [*mut c_void]) -> Result<(), CudaError> {
+    pub unsafe fn launch(&self, grid: Grid, mode: Mode, params: &mut [*mut c_void]) -> Result<(), CudaError> {
         // SAFETY: as the caller's.
-        unsafe { self.launch_in(self.module.device.stream(), grid, overlap, params) }
+        unsafe { self.launch_in(self.module.device.stream(), grid, mode, params) }
     }
 
     /// The device's stream for transfers.
@@ -381,7 +407,7 @@ impl Function {
         &self,
         stream: sys::CUstream,
         grid: Grid,
-        overlap: Overlap,
+        mode: Mode,
         params: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         if grid.blocks.contains(&0) {
@@ -389,12 +415,7 @@ impl Function {
         }
         self.module.device.current()?;
         self.allow_shared(grid.shared_bytes)?;
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            // SAFETY: a union of integers, for which zero is a value.
-            ..unsafe { std::mem::zeroed() }
-        };
-        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let mut attribute = mode.attribute();
         let config = sys::CUlaunchConfig {
             gridDimX: grid.blocks[0],
             gridDimY: grid.blocks[1],
@@ -404,8 +425,8 @@ impl Function {
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
             hStream: stream,
-            attrs: &mut attribute,
-            numAttrs: (overlap == Overlap::Yes) as u32,
+            attrs: attribute.as_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut),
+            numAttrs: attribute.is_some() as u32,
         };
         // SAFETY: the caller vouches for the parameters; the rest lives until the call returns.
         unsafe { sys::cuLaunchKernelEx(&config, self.function, params.as_mut_ptr(), std::ptr::null_mut()) }
@@ -440,7 +461,7 @@ macro_rules! kernels {
                     let mut params = [$((&raw const $arg).cast_mut().cast::<std::ffi::c_void>()),*];
                     // SAFETY: one parameter each, of the types the source declares, which a test compares; addresses come from
                     // buffers that the engine sized for the step and keeps until the stream is done.
-                    unsafe { self.$name.launch(grid, $crate::engine::cuda::module::Overlap::No, &mut params) }
+                    unsafe { self.$name.launch(grid, $crate::engine::cuda::module::Mode::Ordered, &mut params) }
                 }
             )*
         }

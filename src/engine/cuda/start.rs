@@ -4,6 +4,7 @@ use super::ahead::{Ahead, Trial};
 use super::batch::BatchBuffers;
 use super::device::{CudaError, Device};
 use super::fast::Fast;
+use super::fuse::Group;
 use super::graph::Decode;
 use super::launch::DECODE_TOK;
 use super::layout::Layout;
@@ -13,6 +14,7 @@ use super::numa::Nodes;
 use super::pages::{PAGE_TOKENS, PageTable};
 use super::plain::{Kind, Plain};
 use super::rotations::Rotations;
+use super::step::{self, Found, WholeStep};
 use super::tiled::Tiled;
 use super::workspace::Workspace;
 use super::{Cache, Engine, Kernels, Options, PLANNED_TOK, budget, fuse};
@@ -74,29 +76,30 @@ impl Engine {
         store: Store,
         options: Options,
     ) -> Result<Self, CudaError> {
-        let Start { device, plain, fast, plan, residency } = start;
+        let Start { device, plain, fast, step, plan, groups, unfit, residency } = start;
         // Nothing comes ahead where all are resident, nor where a step leaves the graph for the disk.
         let fetches = device.properties().limits().bulk_copies && store.tiers().is_some_and(|t| !t.reads());
         let trial = (options.ahead == Ahead::Tried && fetches).then(Trial::default);
         let Residency { needs, vram, notes, .. } = residency;
-        let unfit = module::unfit(device.properties());
         let num_pages = vram.pages as usize;
         let caches = spec.layers.iter().map(|layer| Cache::new(&device, &layer.attn, num_pages, options.cache));
         let caches = caches.collect::<Result<Vec<_>, CudaError>>()?;
         let work = Workspace::new(&device, &plan, &spec, PLANNED_TOK, DECODE_TOK)?;
         let decode = Decode::new(&device, num_pages.min(spec.max_positions.div_ceil(PAGE_TOKENS)), spec.rope.dim / 2)?;
         let batch = BatchBuffers::new(&device)?;
+        let step = step.map(|found| WholeStep::new(&device, found, &store, &caches)).transpose()?;
         let tiled = (options.kernels == Kernels::Tiled).then(|| Tiled::load(&device, &spec)).transpose()?;
         Ok(Self {
             device,
             plain,
             tiled,
             fast,
+            step,
             kernels: options.kernels,
             unfit,
             weights,
             spec,
-            groups: fuse::fuse(&plan),
+            groups,
             plan,
             store,
             needs,
@@ -134,6 +137,7 @@ impl Engine {
             plain: Plain::load(&Module::load(device, program("plain.cu"))?)?,
             tiled: Some(tiled),
             fast: Fast::none(),
+            step: None,
             kernels: Kernels::Tiled,
             unfit: Vec::new(),
             store: Store::empty(device, Layout::of_some(&weights, &[]), None, &mut Residency::resident())?,
@@ -176,7 +180,11 @@ struct Start {
     device: Arc<Device>,
     plain: Plain,
     fast: Fast,
+    step: Option<Found>,
     plan: Plan,
+    groups: Vec<Group>,
+    /// Kinds of blocks that are left to the plain kernels.
+    unfit: Vec<String>,
     residency: Residency,
 }
 
@@ -216,8 +224,13 @@ impl Start {
             notes,
         };
         let plain = Plain::load(&Module::load(&device, program("plain.cu"))?)?;
-        let fast = Fast::load(&device, &layout.forms())?;
-        Ok(Self { device, plain, fast, plan, residency })
+        let (groups, unfit) = (fuse::fuse(&plan), module::unfit(device.properties()));
+        let at_once = options.kernels == Kernels::Fast && options.cache == Kind::Bf16 && !residency.tiered && unfit.is_empty();
+        let limits = device.properties().limits();
+        let step = if at_once { step::find(&plan, &groups, layout, spec.width, limits) } else { None };
+        let forms: Vec<&str> = layout.forms().into_iter().chain(step.as_ref().and_then(Found::form)).collect();
+        let fast = Fast::load(&device, &forms)?;
+        Ok(Self { device, plain, fast, step, plan, groups, unfit, residency })
     }
 }
 

@@ -40,14 +40,61 @@ pub(super) struct Workspace<B = Buffer> {
     pub partial: B,
     /// Arrival counters, zero between launches: attention, router, greedy choice.
     pub counters: B,
+    pub boxes: Boxes<B>,
     pub router_counters_at: usize,
     pub argmax_counters_at: usize,
+}
+
+/// Multiprocessors of the largest device.
+const MOST_BLOCKS: usize = 1024;
+
+/// What passes between the blocks of the kernel that runs all layers of one token.
+pub(super) struct Boxes<B = Buffer> {
+    /// Residual stream `[D]` at the head of a layer, and between attention and experts.
+    pub x: B,
+    pub middle: B,
+    /// Queries, keys and values `[(H + 2 Hk) Dh]`.
+    pub projected: B,
+    /// Output of attention `[H Dh]`.
+    pub attended: B,
+    /// Router logits `[E]`, whole 16 bytes.
+    pub logits: B,
+    /// Expert activations `[K F]`.
+    pub inner: B,
+    /// Partial results of attention, words of 64 bits `[Hk][splits][16][Dh + 2]`.
+    pub partial: B,
+    /// Layers so far, of each block.
+    pub uses: B,
 }
 
 /// Activations as the products of the fast kernels read them.
 pub(super) struct Planes<B = Buffer> {
     pub codes: B,
     pub scales: B,
+}
+
+impl<B> Boxes<B> {
+    fn of<E>(w: &Widths, d: usize, make: &mut impl FnMut(usize) -> Result<B, E>) -> Result<Self, E> {
+        Ok(Self {
+            x: make(4 * d)?,
+            middle: make(4 * d)?,
+            projected: make(4 * w.projected)?,
+            attended: make(4 * w.attended)?,
+            logits: make(4 * w.experts.next_multiple_of(4))?,
+            inner: make(4 * w.expert)?,
+            partial: make(8 * w.step_partial)?,
+            uses: make(4 * MOST_BLOCKS)?,
+        })
+    }
+}
+
+impl Boxes {
+    /// As before the first layer, whose floats have a last bit of one; its input has that of the layer before.
+    fn reset(&self) -> Result<(), CudaError> {
+        let Boxes { x, middle, projected, attended, logits, inner, partial, uses } = self;
+        x.fill(1)?;
+        [middle, projected, attended, logits, inner, partial, uses].into_iter().try_for_each(Buffer::clear)
+    }
 }
 
 impl<B> Planes<B> {
@@ -69,6 +116,10 @@ struct Widths {
     latent_out: usize,
     partial: usize,
     kv_heads: usize,
+    projected: usize,
+    attended: usize,
+    /// Of the kernel that runs all layers.
+    step_partial: usize,
 }
 
 impl Widths {
@@ -90,6 +141,10 @@ impl Widths {
                 Attn::Gqa(a) => {
                     w.partial = w.partial.max(16 * (a.head_dim + 4));
                     w.kv_heads = w.kv_heads.max(a.kv_heads);
+                    w.projected = w.projected.max((a.heads + 2 * a.kv_heads) * a.head_dim);
+                    w.attended = w.attended.max(a.heads * a.head_dim);
+                    let splits = launch::attention_splits(a.kv_heads, 1);
+                    w.step_partial = w.step_partial.max(a.kv_heads * splits * 16 * (a.head_dim + 2));
                 }
             }
         }
@@ -131,6 +186,7 @@ impl<B> Workspace<B> {
             pairs: make(4 * tok * w.top_k)?,
             partial: make(4 * launch::SPLIT_BLOCKS * w.partial)?,
             counters: make(argmax_counters_at + 4 * DECODE_TOK)?,
+            boxes: Boxes::of(&w, spec.width, &mut make)?,
             router_counters_at,
             argmax_counters_at,
         })
@@ -141,6 +197,7 @@ impl Workspace {
     pub fn new(device: &Arc<Device>, plan: &Plan, spec: &ModelSpec, tok: usize, rows: usize) -> Result<Self, CudaError> {
         let made = Self::of(plan, spec, [tok, rows], |bytes| Buffer::new(device, bytes))?;
         made.counters.clear()?;
+        made.boxes.reset()?;
         Ok(made)
     }
 

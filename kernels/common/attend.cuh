@@ -1,0 +1,352 @@
+// Attention of one new token over pages: what the kernel for many sequences and the one for whole layers have in common.
+#pragma once
+#include "mma.cuh"
+#include "reduce.cuh"
+
+static const int PAGE = 16;  // tokens
+static const int WARPS = 8;  // that take pages in turn
+static const int LAST_SPLITS = 8;  // that one block merges as soon as several would
+
+// What a layer has of its own.
+struct AttentionLayer {
+  const float* q_gain;
+  const float* k_gain;
+  bf16* k_pages;
+  bf16* v_pages;
+};
+struct AttentionArgs {
+  float* out;
+  const float* q;
+  const float* k;
+  const float* v;
+  AttentionLayer layer;
+  const int* page_table;
+  const int* positions;
+  float* partial;
+  int* counters;
+  const float* cosines;
+  const float* sines;
+  int q_stride, k_stride, v_stride, out_stride;  // elements
+  int H, Hk;
+  int max_pages, max_splits;
+  int norm;
+  float eps;
+  float clip;        // infinity for none
+  int rope_dim;
+  int interleaved;
+  int window;        // 0: none
+  float scale;
+  int together;      // all blocks of the grid are resident at a time
+};
+
+// What differs between the two: whose threads take part, how they wait, and how they read what the projections left.
+struct Alone {
+  static const bool WHOLE_NORM = true, ANGLES = true;  // norms of whole rows may be asked for; angles are not there yet
+  DEV void wait() const {
+    dependency_wait();
+    dependents_launch();
+  }
+  DEV void sync() const { __syncthreads(); }
+  DEV float load(const float* p, bool want) const { return want ? *p : 0.f; }
+  DEV float4 load4(const float* p, bool want) const { return want ? *(const float4*)p : make_float4(0.f, 0.f, 0.f, 0.f); }
+};
+
+// Shared memory of a unit: pages [8][2][16][DH + 8] bf16 and in their place sums [8][HEADS][DH + 4] f32; queries, the new key and value
+// [18][DH + 8] bf16; the same in f32 [18][DH].
+template <int DH, bool WIDE>
+struct AttendShared {
+  static const int HEADS = WIDE ? 16 : 8, ROW = DH + 8;
+  static const int V_BYTES = WARPS * 2 * 16 * ROW * 2, MERGE_BYTES = WARPS * HEADS * (DH + 4) * 4;
+  static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = ROWS_AT + 18 * DH * 4;
+};
+
+DEV void load_angles(float* angle_sh, const AttentionArgs& a, int position, int thread, int threads) {
+  const int half = a.rope_dim / 2;
+  for (int i = thread; i < a.rope_dim; i += threads)
+    angle_sh[i] = i < half ? a.cosines[(size_t)position * half + i] : a.sines[(size_t)position * half + i - half];
+}
+DEV void rotate(float& x, float& y, float c, float s) {
+  const float was = x;
+  x = fmaf(was, c, -__fmul_rn(y, s)), y = fmaf(y, c, __fmul_rn(was, s));
+}
+// norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines; gain: a lane's own, every 32nd
+template <int DH, class Args>
+DEV void prepare_row(float* row_sh, const float* gain, float inv, const Args& a, const float* angle_sh, bool is_value) {
+  const int lane = threadIdx.x & 31, half = a.rope_dim / 2;
+  float f[DH / 32], sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < DH / 32; i++) f[i] = row_sh[lane + 32 * i], sum = fmaf(f[i], f[i], sum);
+  if (a.norm == 1) inv = rsqrtf(fmaf(warp_sum(sum), 1.f / DH, a.eps));
+#pragma unroll
+  for (int i = 0; i < DH / 32; i++) {
+    if (a.norm && !is_value) f[i] *= inv * gain[i];
+    f[i] = fminf(fmaxf(f[i], -a.clip), a.clip);
+  }
+  if (!is_value && DH >= 64 && a.rope_dim == DH && !a.interleaved) {
+#pragma unroll
+    for (int i = 0; i < DH / 64; i++) rotate(f[i], f[i + DH / 64], angle_sh[lane + 32 * i], angle_sh[half + lane + 32 * i]);
+    is_value = true;
+  }
+#pragma unroll
+  for (int i = 0; i < DH / 32; i++) row_sh[lane + 32 * i] = f[i];
+  __syncwarp();
+  if (is_value) return;
+#pragma unroll 1
+  for (int i = lane; i < half; i += 32) {
+    const int p = a.interleaved ? 2 * i : i, q = a.interleaved ? 2 * i + 1 : i + half;
+    float x = row_sh[p], y = row_sh[q];
+    rotate(x, y, angle_sh[i], angle_sh[half + i]);
+    row_sh[p] = x, row_sh[q] = y;
+  }
+  __syncwarp();
+}
+template <int DH>
+DEV void load_gain(float* gain, const float* from) {
+#pragma unroll
+  for (int i = 0; i < DH / 32; i++) gain[i] = from[(threadIdx.x & 31) + 32 * i];
+}
+// 1 / rms of a whole row, by eight warps of those that meet
+template <class Side>
+DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh, const Side& side) {
+  const int warp = threadIdx.x >> 5;
+  float sum = 0.f;
+  if (warp < WARPS)
+#pragma unroll 1
+    for (int i = threadIdx.x; i - (int)threadIdx.x < n; i += 32 * WARPS) {
+      const float x = side.load(row + i, i < n);
+      sum = fmaf(x, x, sum);
+    }
+  sum = warp_sum(sum);
+  side.sync();
+  if (warp < WARPS && (threadIdx.x & 31) == 0) scratch_sh[warp] = sum;
+  side.sync();
+  sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) sum += scratch_sh[i];
+  return rsqrtf(sum / n + eps);
+}
+
+// The run of pages of one of `splits` blocks.
+struct PageRun {
+  int position, begin, last_page, page_begin, page_end;
+  const int* table;
+};
+// Of the pages of a sequence those of block `split`; runs are as many as give each of a block's pages in turn one, at most max_splits. False
+// where there is none for it.
+DEV bool find_run(PageRun& run, int window, int split, int max_splits, int& splits) {
+  run.begin = window ? max_int(run.position + 1 - window, 0) : 0, run.last_page = run.position / PAGE;
+  const int first_page = run.begin / PAGE, num_pages = run.last_page + 1 - first_page;
+  splits = min_int(max_splits, (num_pages + WARPS - 1) / WARPS);
+  if (split >= splits) return false;
+  run.page_begin = first_page + num_pages * split / splits, run.page_end = first_page + num_pages * (split + 1) / splits;
+  return true;
+}
+// Four elements of an output, from their weighted sum.
+DEV float4 merged(const float4& v, float total) {
+  const float f = 1.f / total;
+  return make_float4(without_tag(v.x * f), without_tag(v.y * f), without_tag(v.z * f), without_tag(v.w * f));
+}
+// Partial results of four elements, a lane a split: their weighted sum in v, and the sum of weights.
+DEV float merge_lanes(float* v, float m, float l) {
+  const float f = exp2_fast(m - warp_max(m)), total = warp_sum(__fmul_rn(f, l));
+#pragma unroll
+  for (int j = 0; j < 4; j++) v[j] = __fmul_rn(f, v[j]);
+#pragma unroll 1
+  for (int by = 16; by; by >>= 1)
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] += __shfl_xor_sync(0xffffffffu, v[j], by);
+  return total;
+}
+
+// One key head of one sequence over a run of pages, by eight warps, a page each at a time.
+// store(h, d, v, top, sum): four elements of a head, their weights' maximum and sum.
+template <int DH, bool WIDE, class Side, class Store>
+DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, float* scratch_sh, float* angle_sh, const Side& side, int seq, int kv, const PageRun& run, bool newest, const Store& store) {
+  typedef AttendShared<DH, WIDE> Sh;
+  const int ROW = Sh::ROW, BLOCKS = DH / 32, TILES = DH / 8, HEADS = Sh::HEADS, SUMS = WIDE ? 2 : 1, THREADS = 32 * WARPS;
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, group = a.H / a.Hk;
+  bf16* v_sh = (bf16*)unit_sh + warp * 2 * 16 * ROW;  // [2][16][ROW] a warp
+  float* merge_sh = (float*)unit_sh;                    // [WARPS][HEADS][DH + 4], after the pages
+  bf16* q_sh = (bf16*)(unit_sh + Sh::Q_AT);             // [16][ROW], then the new key and value
+  float* row_sh = (float*)(unit_sh + Sh::ROWS_AT);      // [18][DH], f32 of the same
+  const int position = run.position, last_page = run.last_page;
+  uint4 key[2][BLOCKS];
+  int page = run.page_begin + warp, buffer = 0;
+  // asks for a page: values into shared memory, keys into registers
+  auto request = [&](int next, int to) {
+    const size_t at = ((size_t)run.table[next] * a.Hk + kv) * PAGE * DH;
+    bf16* v_next = v_sh + to * 16 * ROW;
+#pragma unroll
+    for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
+      const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
+      copy_async_16(v_next + r * ROW + col * 8, y.v_pages + at + r * DH + col * 8);
+    }
+    copy_async_commit();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(y.k_pages + at + (g + 8 * i) * DH + b * 32 + t * 8);
+  };
+  if (page < run.page_end) request(page, 0);
+
+  // everything about q
+  if (Side::ANGLES) load_angles(angle_sh, a, position, thread, THREADS);
+  float q_gain[DH / 32], k_gain[DH / 32];
+  if (a.norm == 1) load_gain<DH>(q_gain, y.q_gain), load_gain<DH>(k_gain, y.k_gain);
+  side.wait();
+  const float *q_row = a.q + (size_t)seq * a.q_stride, *k_row = a.k + (size_t)seq * a.k_stride;
+  float q_inv = 1.f, k_inv = 1.f;
+  if (Side::WHOLE_NORM && a.norm == 2) {
+    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh, side);
+    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh, side);
+  }
+#pragma unroll 1
+  for (int i = thread * 4; i - lane * 4 < group * DH; i += THREADS * 4) {
+    const float4 x = side.load4(q_row + kv * group * DH + i, i < group * DH);
+    if (i < group * DH) *(float4*)(row_sh + i) = x;
+  }
+  if (newest && warp < 2) {
+    const float4 x = side.load4((warp == 0 ? k_row : a.v + (size_t)seq * a.v_stride) + kv * DH + lane * 4, lane * 4 < DH);
+    if (lane * 4 < DH) *(float4*)(row_sh + (16 + warp) * DH + lane * 4) = x;
+  }
+  side.sync();
+  const int rows = newest ? 18 : 16;
+#pragma unroll 1
+  for (int h = warp; h < rows; h += WARPS) {
+    if (!WIDE && h >= 8 && h < 16) continue;
+    float* row = row_sh + h * DH;
+    const bool used = h < group || h >= 16, is_q = h < 16;
+    float gain[DH / 32];
+#pragma unroll
+    for (int i = 0; i < DH / 32; i++) gain[i] = is_q ? q_gain[i] : k_gain[i];
+    if (Side::WHOLE_NORM && a.norm == 2 && used && h != 17) load_gain<DH>(gain, is_q ? y.q_gain + (kv * group + h) * DH : y.k_gain + kv * DH);
+    if (used) prepare_row<DH>(row, gain, is_q ? q_inv : k_inv, a, angle_sh, h == 17);
+#pragma unroll
+    for (int i = 0; i < DH / 32; i++) {
+      const float x = used ? row[lane + 32 * i] : 0.f;
+      const bf16 hi = to_bf16(x);
+      q_sh[h * ROW + lane + 32 * i] = hi;
+      if (!WIDE && is_q) q_sh[(h + 8) * ROW + lane + 32 * i] = to_bf16(x - to_f32(hi));
+    }
+  }
+  side.sync();
+
+  float o[TILES][4], top[SUMS], sum[SUMS];
+#pragma unroll
+  for (int r = 0; r < SUMS; r++) top[r] = -INFINITY_F, sum[r] = 0.f;
+#pragma unroll
+  for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
+  const float to_exp2 = a.scale * 1.4426950408889634f;
+  // scores of a page, request for the next one, then softmax and values
+#pragma unroll 1
+  while (page < run.page_end) {
+    float s[2][4];
+    if (page == last_page) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        if (g + 8 * i == position % PAGE)
+#pragma unroll
+          for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(q_sh + 16 * ROW + b * 32 + t * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      const uint4 q_b = *(const uint4*)(q_sh + g * ROW + b * 32 + t * 8), rest_b = *(const uint4*)(q_sh + (g + 8) * ROW + b * 32 + t * 8);
+      const u32 lo[4] = {q_b.x, rest_b.x, q_b.y, rest_b.y}, hi[4] = {q_b.z, rest_b.z, q_b.w, rest_b.w};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        mma_bf16(s[i], lo, key[i][b].x, key[i][b].y);
+        mma_bf16(s[i], hi, key[i][b].z, key[i][b].w);
+      }
+    }
+    const int next = page + WARPS;
+    const bool more = next < run.page_end;
+    if (more) request(next, buffer ^ 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 2 * SUMS; j++) {
+        const int token = page * PAGE + i * 8 + 2 * t + (j & 1);
+        const float x = WIDE ? s[i][j] : s[i][j] + s[i][j + 2];
+        s[i][j] = token <= position && token >= run.begin ? x * to_exp2 : -INFINITY_F;
+      }
+    u32 p[4];
+#pragma unroll
+    for (int r = 0; r < SUMS; r++) {
+      float m = fmaxf(fmaxf(s[0][2 * r], s[0][2 * r + 1]), fmaxf(s[1][2 * r], s[1][2 * r + 1]));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now, keep = exp2_fast(top[r] - base);
+      top[r] = now;
+      const float e0 = exp2_fast(s[0][2 * r] - base), e1 = exp2_fast(s[0][2 * r + 1] - base), e2 = exp2_fast(s[1][2 * r] - base), e3 = exp2_fast(s[1][2 * r + 1] - base);
+      sum[r] = fmaf(sum[r], keep, e0) + e1 + e2 + e3;
+      p[r] = bf16_pair(e0, e1), p[2 + r] = bf16_pair(e2, e3);
+      if (!WIDE) p[1] = bf16_rest(e0, e1, p[0]), p[3] = bf16_rest(e2, e3, p[2]);
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
+        if (!WIDE) o[n][2] *= keep, o[n][3] *= keep;
+      }
+    }
+    if (more)
+      copy_async_wait<1>();
+    else
+      copy_async_wait<0>();
+    __syncwarp();
+    if (page == last_page) {
+      // what a page holds past its end may be anything, and 0 * NaN is NaN
+#pragma unroll 1
+      for (int r = position % PAGE; r < PAGE; r++)
+#pragma unroll
+        for (int i = lane; i < DH; i += 32) v_sh[(buffer * 16 + r) * ROW + i] = r == position % PAGE ? q_sh[17 * ROW + i] : (bf16)0;
+      __syncwarp();
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+      u32 b[4];
+      ldmatrix_x4_trans(b, v_sh + (buffer * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
+      mma_bf16(o[n], p, b[0], b[1]);
+      mma_bf16(o[n + 1], p, b[2], b[3]);
+    }
+    __syncwarp();
+    page = next, buffer ^= 1;
+  }
+#pragma unroll
+  for (int r = 0; r < SUMS; r++) {
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+    sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+  }
+  side.sync();
+  const int stride = DH + 4;
+  float* mine = merge_sh + warp * HEADS * stride;
+#pragma unroll
+  for (int r = 0; r < SUMS; r++) {
+    float* row = mine + (g + 8 * r) * stride;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) *(float2*)(row + n * 8 + 2 * t) = WIDE ? make_float2(o[n][2 * r], o[n][2 * r + 1]) : make_float2(o[n][0] + o[n][2], o[n][1] + o[n][3]);
+    if (t == 0) row[DH] = top[r], row[DH + 1] = sum[r];
+  }
+  side.sync();
+#pragma unroll 1
+  for (int i = thread; i < group * (DH / 4); i += THREADS) {
+    const int h = i / (DH / 4), d = i % (DH / 4) * 4;
+    const float* row = merge_sh + h * stride;
+    float m[WARPS], best = -INFINITY_F, total = 0.f;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) m[w] = row[w * HEADS * stride + DH], best = fmaxf(best, m[w]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float f = exp2_fast(m[w] - best);
+      const float4 x = *(const float4*)(row + w * HEADS * stride + d);
+      total = fmaf(f, row[w * HEADS * stride + DH + 1], total);
+      v.x = fmaf(f, x.x, v.x), v.y = fmaf(f, x.y, v.y), v.z = fmaf(f, x.z, v.z), v.w = fmaf(f, x.w, v.w);
+    }
+    store(h, d, v, best, total);
+  }
+  if (newest && warp < 2) {
+    bf16* to = (warp == 0 ? y.k_pages : y.v_pages) + (((size_t)run.table[last_page] * a.Hk + kv) * PAGE + position % PAGE) * DH;
+    for (int i = lane; i < DH; i += 32) to[i] = q_sh[(16 + warp) * ROW + i];
+  }
+}

@@ -1,0 +1,716 @@
+// All layers for one token in one launch: attention and experts of every layer, by blocks that stay.
+//
+//   x += s (W_o attend(W_q n(x), W_k n(x), W_v n(x)) + b);   x += s sum_rank gate W_down[e] (silu(W_gate[e] n(x)) W_up[e] n(x))
+//
+// The formulas, the order of all sums and so every bit are those of linear_*_s4, attention_decode_*, router_logits_t1, moe_gate_up_*_s4 and
+// moe_down_*, which these blocks replace where all experts are on the device.
+//
+// x      [D] f32, its last bits zero, in and out; layers [num_layers] StepLayer; partial [Hk][max_splits][16][Dh + 2] words of 64 bits; uses [grid]
+//        ints. Before the first launch x_box has a one as the last bit of every element, and all else that passes between blocks is zero
+// needs  D, H Dh, F multiples of 128, D and H Dh <= 4096, F <= 2048; groups of 128 fewer than 8 or a multiple of 8, of D not 5 to 7; E <= 128,
+//        K <= 32, the plain highest; Dh in {64, 128}, H / Hk <= 8; int4 and int8 codes of 128 weights a scale; K split down_rows <= RED
+//
+// Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
+// bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.
+// A value may be overwritten a layer later, since what leads there needs what each of its readers has made of it.
+// Eight warps compute; one copies what they multiply with into a ring of tiles, as far ahead as there is room. It also chooses the experts,
+// since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them.
+//
+// Instances step_{A}_{B}_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and at most the
+//   multiprocessors, 288 threads, shared = AttendShared::BYTES + 8 * 8 * 260 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
+//   of 2 * 16 rows and 16 groups of B, and of 16 rows of A
+// Floors: bytes of a layer's weights and keys at read bandwidth. Source: src/engine/cpu.
+#include "common/attend.cuh"
+#include "common/planes.cuh"
+#include "common/routing.cuh"
+#include "common/stream.cuh"
+
+struct StepMatrix {
+  const char* packed;
+  const bf16* scale;
+  const float* bias;  // or null
+};
+struct StepLayer {
+  StepMatrix q;
+  StepMatrix k;
+  StepMatrix v;
+  StepMatrix o;
+  AttentionLayer cache;
+  const float* gain;      // of the first norm, [D]
+  const float* moe_gain;  // of the second
+  const bf16* router;     // [E, D]
+  const u64* table;       // [E][6] pointers: gate, up, down, each packed then scale
+};
+struct StepArgs {
+  float* x;
+  const StepLayer* layers;
+  // what passes between blocks, beside q, k, v and out of attention
+  float* x_box;          // [D]
+  float* middle;         // [D], between attention and experts
+  float* logits;         // [E, to a multiple of 4]
+  float* h;              // [K F]
+  u64* partial;
+  int* uses;             // layers so far, of each block
+  AttentionArgs attention;  // of one sequence; k and v behind q, layer and partial unused, norm 0 or 1
+  int num_layers;
+  int D, F;
+  float eps, moe_eps;
+  float scale, moe_scale;  // into the residual
+  int split;             // of moe_down, whose rows are one chunk; at most 8
+  int down_rows;         // of a tile: 16 or 32
+  int ring;              // bytes
+  RouteRule rule;
+};
+
+static const int COMPUTE = 8;         // warps
+static const int TILES_AHEAD = 8;     // at most, a power of two
+static const int PLANE_GROUPS = 8;    // that a warp holds at a time
+static const int RED = 2048;          // floats of partial sums
+static const int SLICE = 16;          // groups of a tile
+static const u64 QUERY_NS = 2000;     // that queries take from block to block, while no copies should be in their way
+
+// A float with the last bit of this use.
+DEV void post(float* at, float x, u32 tag) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(__float_as_uint(x) & ~1u | tag) : "memory"); }
+DEV void post4(float* at, const float4& x, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(__float_as_uint(x.x) & ~1u | tag), "r"(__float_as_uint(x.y) & ~1u | tag), "r"(__float_as_uint(x.z) & ~1u | tag), "r"(__float_as_uint(x.w) & ~1u | tag) : "memory");
+}
+DEV uint4 peek4(const float* at) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  return v;
+}
+// last bit set where one of them is not of this use
+DEV u32 wrong_tags(const uint4& v, u32 tag) { return (v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag); }
+DEV float4 floats(const uint4& v) { return make_float4(__uint_as_float(v.x & ~1u), __uint_as_float(v.y & ~1u), __uint_as_float(v.z & ~1u), __uint_as_float(v.w & ~1u)); }
+// By whole warps, which read until all lanes that `want` have what they wait for: lanes that read by themselves would each ask apart.
+DEV float take(const float* at, u32 tag, bool want = true) {
+  u32 v = tag;
+  do {
+    if (want) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  } while (__any_sync(0xffffffffu, (v ^ tag) & 1));
+  return __uint_as_float(v & ~1u);
+}
+// What this block has taken before.
+DEV float known(const float* at) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return __uint_as_float(v & ~1u);
+}
+DEV float4 take4(const float* at, u32 tag, bool want = true) {
+  uint4 v = make_uint4(tag, tag, tag, tag);
+  do {
+    if (want) v = peek4(at);
+  } while (__any_sync(0xffffffffu, wrong_tags(v, tag) & 1));
+  return floats(v);
+}
+// N runs of eight floats, zeros where not wanted
+template <int N>
+DEV void take8(float (*f)[8], const float* const* at, u32 tag, const bool* want) {
+  uint4 v[N][2];
+  u32 wrong;
+#pragma unroll
+  for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
+  do {
+    wrong = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      if (want[j]) v[j][0] = peek4(at[j]), v[j][1] = peek4(at[j] + 4);
+#pragma unroll
+    for (int j = 0; j < N; j++) wrong |= wrong_tags(v[j][0], tag) | wrong_tags(v[j][1], tag);
+  } while (__any_sync(0xffffffffu, wrong & 1));
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
+    *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
+DEV void take_logits(float* v, const float* at, int E, u32 tag) {
+  const int lane = threadIdx.x & 31;
+  u32 x[4], wrong;
+  do {
+    wrong = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[i] = tag;
+      if (lane + 32 * i < E) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x[i]) : "l"(at + lane + 32 * i) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) wrong |= x[i] ^ tag;
+  } while (__any_sync(0xffffffffu, wrong & 1));
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = lane + 32 * i < E ? __uint_as_float(x[i] & ~1u) : -INFINITY_F;
+}
+// A float with the number of this use beside it.
+DEV void post_pair(u64* at, float x, float y, u32 use) {
+  asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(at), "l"((u64)use << 32 | __float_as_uint(x)), "l"((u64)use << 32 | __float_as_uint(y)) : "memory");
+}
+// three pairs of one row
+DEV void take_pairs(float (*f)[2], const u64* const* at, u32 use) {
+  u64 v[3][2];
+  u32 wrong;
+  do {
+    wrong = 0;
+#pragma unroll
+    for (int j = 0; j < 3; j++) asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v[j][0]), "=l"(v[j][1]) : "l"(at[j]) : "memory");
+#pragma unroll
+    for (int j = 0; j < 3; j++) wrong |= ((u32)(v[j][0] >> 32) ^ use) | ((u32)(v[j][1] >> 32) ^ use);
+  } while (__any_sync(0xffffffffu, wrong));
+#pragma unroll
+  for (int j = 0; j < 3; j++) f[j][0] = __uint_as_float((u32)v[j][0]), f[j][1] = __uint_as_float((u32)v[j][1]);
+}
+
+DEV void compute_barrier() {
+  __syncwarp();
+  team_barrier(1, 32 * COMPUTE);
+}
+struct Together {
+  static const bool WHOLE_NORM = false, ANGLES = false;
+  u32 tag;
+  DEV void wait() const {}
+  DEV void sync() const { compute_barrier(); }
+  DEV float load(const float* p, bool want) const { return take(p, tag, want); }
+  DEV float4 load4(const float* p, bool want) const { return take4(p, tag, want); }
+};
+
+// How far a warp has come: tiles of the ring, halves of the sums, tiles of the experts' second half. In shared memory, since attention needs all
+// registers.
+struct Progress {
+  int tile, turn, downs;
+};
+struct __align__(16) StepShared {
+  StepLayer layer[2];     // in turn
+  u64 full[TILES_AHEAD], empty[TILES_AHEAD];
+  u64 down_full, down_empty, table_full, layer_full;
+  u64 turn;               // when what comes next may come: copies would slow down what blocks wait for from each other
+  int at[TILES_AHEAD];    // of a tile in the ring
+  int size[TILES_AHEAD];  // what of the ring it takes
+  float square[32];
+  float scratch[32];
+  float angle[128];
+  Progress progress[COMPUTE + 1];
+  float gate[32];
+  int id[32];
+  PageRun run;            // of this block's unit of attention
+  u32 first;              // use of the first layer
+  int kv, split, splits;  // split below zero: it has none
+};
+
+// The ring's front, of the warp that copies; all lanes alike.
+struct Front {
+  StepShared& sh;
+  char* ring_sh;
+  int bytes, at, room, next, oldest;
+  DEV Front(StepShared& shared, char* ring, int size) : sh(shared), ring_sh(ring), bytes(size), at(0), room(size), next(0), oldest(0) {}
+  // waits for room for a tile of so many bytes, and announces them
+  DEV char* open(int arriving) {
+    const int tile = (arriving + 127) & ~127, waste = at + tile > bytes ? bytes - at : 0, need = tile + waste;
+#pragma unroll 1
+    while (room < need || next - oldest == TILES_AHEAD) {
+      const int i = oldest & (TILES_AHEAD - 1);
+      barrier_wait(sh.empty + i, oldest / TILES_AHEAD & 1);
+      room += sh.size[i], oldest++;
+    }
+    if (waste) at = 0;
+    const int i = next & (TILES_AHEAD - 1);
+    if ((threadIdx.x & 31) == 0) sh.at[i] = at, sh.size[i] = need;
+    char* to = ring_sh + at;
+    at += tile, room -= need;
+    stream_expect(sh.full + i, arriving);
+    __syncwarp();
+    return to;
+  }
+  // until the newest tile but one is there
+  DEV void await_last() {
+    const int tile = next - 2;
+    if (tile >= 0) barrier_wait(sh.full + (tile & (TILES_AHEAD - 1)), tile / TILES_AHEAD & 1);
+  }
+  // Tiles of sixteen rows of one matrix or two, [matrix][row][group], then their scales likewise; a slice of the groups each, and whole
+  // rows, which lie in one run, where there is one slice.
+  DEV void tiles(const char* packed, const bf16* scale, const char* packed2, const bf16* scale2, int matrices, int groups, int group_bytes) {
+    const int lane = threadIdx.x & 31, row = lane & 15;
+    const bool codes = lane < 16, whole = groups <= SLICE;
+    const int unit = codes ? group_bytes : 2;
+#pragma unroll 1
+    for (int first = 0; first < groups; first += SLICE) {
+      const int here = min_int(SLICE, groups - first), run = here * unit;
+      char* to = open(matrices * 16 * here * (group_bytes + 2)) + (codes ? 0 : matrices * 16 * here * group_bytes);
+#pragma unroll 1
+      for (int m = 0; m < matrices; m++) {
+        const char* from = codes ? (m ? packed2 : packed) : (const char*)(m ? scale2 : scale);
+        stream_copies(sh.full + (next & (TILES_AHEAD - 1)), to + (m * 16 + row) * run, from + ((u64)row * groups + first) * unit, whole ? (row == 0 ? 16 * run : 0) : run);
+      }
+      next++;
+    }
+  }
+};
+
+// Sixteen rows times N groups, `stride` apart in the tile and one after the other in the planes: sums of rows g and g + 8 of each, of lanes with t = 0.
+template <int BITS, int N>
+DEV void multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh, int groups, int at, int stride, const char* x_sh, const float* sx_sh) {
+  typedef Form<BITS, 128> F;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row_bytes = groups * F::ROW_BYTES;
+  const float unit = BITS == 4 ? 0.0625f : 1.f;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const int k = at + n * stride;
+    uint4 lo[F::PIECES], hi[F::PIECES], x[1][2];
+#pragma unroll
+    for (int p = 0; p < F::PIECES; p++) {
+      const char* from = codes_sh + g * row_bytes + k * F::ROW_BYTES + p * 64 + t * 16;
+      lo[p] = *(const uint4*)from, hi[p] = *(const uint4*)(from + 8 * row_bytes);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) x[0][i] = *(const uint4*)(x_sh + n * 256 + (g & 1) * 64 + t * 16 + i * 128);
+    u32 m[1][F::MMAS][4];
+    unpack<BITS>(m[0], lo, hi);
+    RowScales<1> s;
+    s.lo[0] = unit * to_f32(scales_sh[g * groups + k]), s.hi[0] = unit * to_f32(scales_sh[(g + 8) * groups + k]);
+    float* to = sums[n];
+    group_products<BITS, 1, 1, 1>(&to, 0, m, &s, x, sx_sh + n);
+  }
+}
+
+// Sums of groups as SEGMENTS warps leave them that split k: each its own in order, then one after the other. Fewer groups than segments, or a
+// multiple of them, at most 32.
+template <int SEGMENTS>
+DEV float fold(const float* part, int stride, int groups) {
+  const int each = groups < SEGMENTS ? 1 : groups / SEGMENTS;
+  float sums[SEGMENTS];
+#pragma unroll
+  for (int s = 0; s < SEGMENTS; s++) sums[s] = s < groups ? part[s * each * stride] : 0.f;
+#pragma unroll 1
+  for (int i = 1; i < each; i++)
+#pragma unroll
+    for (int s = 0; s < SEGMENTS; s++) sums[s] += part[(s * each + i) * stride];
+  float y = 0.f;
+#pragma unroll
+  for (int s = 0; s < SEGMENTS; s++) y += sums[s];
+  return y;
+}
+
+template <int A, int B, int DH>
+struct Step {
+  typedef AttendShared<DH, false> Unit;
+  const StepArgs& a;
+  StepShared& sh;
+  const int warp, lane;
+  int &tile, &turn, &downs;
+
+  DEV Step(const StepArgs& args, StepShared& shared) : a(args), sh(shared), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), tile(shared.progress[threadIdx.x >> 5].tile), turn(shared.progress[threadIdx.x >> 5].turn), downs(shared.progress[threadIdx.x >> 5].downs) {
+    tile = turn = downs = 0;
+  }
+
+  // Shared memory: a unit of attention, planes of each warp and their scales, sums, addresses of experts, the ring.
+  DEV char* unit() const {
+    extern __shared__ uint4 step_sh[];
+    return (char*)step_sh;
+  }
+  DEV char* planes() const { return unit() + Unit::BYTES + warp * PLANE_GROUPS * 256; }
+  DEV float* plane_scales() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 256) + warp * PLANE_GROUPS; }
+  DEV float* sums() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 260) + turn * RED; }
+  DEV u64* table() const { return (u64*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 260 + 8 * RED); }
+  DEV char* ring() const { return (char*)(table() + 6 * 128); }
+
+  // A block reads what all others must wait with overwriting only where it has a share of what follows.
+  DEV bool chooses() const { return (int)blockIdx.x < a.rule.K * (a.F / 16) || (int)blockIdx.x * a.down_rows < a.D; }
+  DEV bool routes() const { return (int)blockIdx.x < a.rule.E || chooses(); }
+
+  // ------------------------------------------------------------------------------------------------------------- compute
+  DEV const char* wait_tile() {
+    barrier_wait(sh.full + (tile & (TILES_AHEAD - 1)), tile / TILES_AHEAD & 1);
+    return ring() + sh.at[tile & (TILES_AHEAD - 1)];
+  }
+  DEV void leave_tile() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(sh.empty + (tile & (TILES_AHEAD - 1)));
+    tile++;
+  }
+
+  // Of each slice of a row this warp has groups `warp` and `warp + 8`, a half of it one of them, a lane eight elements.
+  DEV int group(int slice) const { return slice * SLICE + warp + (lane >> 4) * COMPUTE; }
+  DEV int element(int slice) const { return group(slice) * 128 + (lane & 15) * 8; }
+  // They times a gain (or null), with squares of groups; planes follow.
+  DEV void take_row(float (*f)[8], const float* from, const float* gain, int groups, u32 tag) {
+    float by[2][8];
+    const float* at[2] = {from + element(0), from + element(1)};
+    const bool want[2] = {group(0) < groups, group(1) < groups};
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) by[j][i] = 1.f;
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (gain && group(j) < groups) *(float4*)by[j] = *(const float4*)(gain + element(j)), *(float4*)(by[j] + 4) = *(const float4*)(gain + element(j) + 4);
+    take8<2>(f, at, tag, want);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (j * SLICE >= groups) break;
+      const float square = group_square(f[j]);
+      if (group(j) < groups && (lane & 15) == 0) sh.square[group(j)] = square;
+#pragma unroll
+      for (int i = 0; i < 8; i++) f[j][i] *= by[j][i];
+    }
+  }
+  template <int BITS>
+  DEV void stage(const float (*f)[8], int groups) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      if (j * SLICE >= groups) break;
+      make_block<BITS>(planes() + (2 * j + (lane >> 4)) * 256, plane_scales() + 2 * j + (lane >> 4), lane & 15, f[j], group(j) < groups);
+    }
+    __syncwarp();
+  }
+
+  // Products of the staged row with tiles of sixteen rows (GATED: of each of two matrices): put(tile, row, sum, early(tile, row)) by some
+  // warp, where early is asked before sums are there.
+  template <int BITS, bool GATED, class Early, class Put>
+  DEV void products(int tiles, int groups, const Early& early, const Put& put) {
+    const int ROWS = GATED ? 32 : 16, most = min_int(COMPUTE, RED / (groups * ROWS));
+#pragma unroll 1
+    for (int next = blockIdx.x; next < tiles;) {
+      const int first = next;
+      float* part = sums();
+      int n = 0;
+#pragma unroll 1
+      for (; n < most && next < tiles; n++, next += gridDim.x)
+#pragma unroll 1
+        for (int slice = 0; slice * SLICE < groups; slice++) {
+          const int here = min_int(SLICE, groups - slice * SLICE);
+          const char* codes_sh = wait_tile();
+          const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * here * Form<BITS, 128>::ROW_BYTES);
+          float* to = part + (n * groups + slice * SLICE + warp) * ROWS + (lane >> 2);
+          // past the last group lie other bytes, and sums that nobody keeps
+#pragma unroll 1
+          for (int half = 0; half < ROWS; half += 16) {
+            float sums[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+            multiply<BITS, 2>(sums, codes_sh + half * here * Form<BITS, 128>::ROW_BYTES, scales_sh + half * here, here, warp, COMPUTE, planes() + slice * 512, plane_scales() + slice * 2);
+            if ((lane & 3) == 0 && warp < here) to[half] = sums[0][0], to[half + 8] = sums[0][1];
+            if ((lane & 3) == 0 && warp + COMPUTE < here) to[half + COMPUTE * ROWS] = sums[1][0], to[half + COMPUTE * ROWS + 8] = sums[1][1];
+          }
+          leave_tile();
+        }
+      const int mine = first + warp * gridDim.x, row = lane & (ROWS - 1);
+      const float more = warp < n ? early(mine, row) : 0.f;
+      compute_barrier();
+      if (warp < n) put(mine, row, fold<GATED ? 4 : 8>(part + warp * groups * ROWS + row, ROWS, groups), more);
+      turn ^= 1;
+    }
+  }
+
+  // q, k, v of x, or x and the output projection of attention.
+  DEV void project(const StepLayer& y, bool last, u32 before, u32 tag) {
+    const int groups = last ? a.attention.H * DH / 128 : a.D / 128, q_tiles = a.attention.H * DH / 16, kv_tiles = a.attention.Hk * DH / 16, tiles = last ? a.D / 16 : q_tiles + 2 * kv_tiles;
+    if ((int)blockIdx.x >= tiles) return;
+    float f[2][8];
+    take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, groups, last ? tag : before);
+    stage<A>(f, groups);
+    // the matrix of a tile, and its bias from this tile on
+    auto bias_of = [&](int t) {
+      const int matrix = last ? 3 : (t >= q_tiles) + (t >= q_tiles + kv_tiles);
+      const float* bias = (&y.q)[matrix].bias;
+      return bias ? bias + (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16 : 0;
+    };
+    products<A, false>(tiles, groups, [&](int t, int r) { return last ? known(a.x_box + t * 16 + r) : 0.f; }, [&](int t, int r, float sum, float x) {
+      const float* bias = bias_of(t);
+      if (!last) sum *= inverse_rms(sh.square, groups, a.D, a.eps);
+      if (bias) sum = __fadd_rn(sum, bias[r]);
+      if (last) sum = __fadd_rn(__fmul_rn(sum, a.scale), x);
+      if (lane < 16) post((last ? a.middle : (float*)a.attention.q) + t * 16 + r, sum, tag);
+    });
+  }
+
+  DEV void attend(const StepLayer& y, u32 use) {
+    const u32 tag = use & 1;
+    const int group = a.attention.H / a.attention.Hk, stride = DH + 2, splits = sh.splits;
+    if (sh.split >= 0) {
+      const int kv = sh.kv, split = sh.split;
+      attend_run<DH, false>(a.attention, y.cache, unit(), sh.scratch, sh.angle, Together{tag}, 0, kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
+        if (splits == 1) {
+          post4(a.attention.out + (kv * group + h) * DH + d, merged(v, total), tag);
+        } else {
+          u64* to = a.partial + (((u64)kv * a.attention.max_splits + split) * 16 + h) * stride;
+          post_pair(to + d, v.x, v.y, use), post_pair(to + d + 2, v.z, v.w, use);
+          if (d == 0) post_pair(to + DH, best, total, use);
+        }
+      });
+    }
+    if (splits == 1) return;
+    // four elements a warp
+    const int items = a.attention.H * DH / 4, each = div_up(items, (int)gridDim.x);
+#pragma unroll 1
+    for (int i = warp; i < each; i += COMPUTE) {
+      const int item = blockIdx.x * each + i;
+      if (item >= items) break;
+      const int head = item / (DH / 4), d = item % (DH / 4) * 4, kv = head / group, h = head - kv * group;
+      const u64* row = a.partial + (((u64)kv * a.attention.max_splits + min_int(lane, splits - 1)) * 16 + h) * stride;
+      float v[6];
+      const u64* const at[3] = {row + d, row + d + 2, row + DH};
+      take_pairs((float(*)[2])v, at, use);
+      const float total = merge_lanes(v, lane < splits ? v[4] : -INFINITY_F, v[5]);
+      if (lane == 0) post4(a.attention.out + head * DH + d, merged(make_float4(v[0], v[1], v[2], v[3]), total), tag);
+    }
+  }
+
+  DEV void route(const StepLayer& y, u32 tag) {
+    const int groups = a.D / 128, E = a.rule.E;
+    float f[2][8];
+    uint4 w[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    auto load_router = [&](int e) {
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (group(j) < groups && e < E) w[j] = load_v4(y.router + (size_t)e * a.D + element(j));
+    };
+    load_router(blockIdx.x);
+    take_row(f, a.middle, y.moe_gain, groups, tag);
+    float* part = sums();
+    int n = 0;
+#pragma unroll 1
+    for (int e = blockIdx.x; e < E; n++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        if (j * SLICE >= groups) break;
+        float r[8];
+#pragma unroll
+        for (int i = 0; i < 4; i++) r[2 * i] = bf16_lo(word_at(w[j], i)), r[2 * i + 1] = bf16_hi(word_at(w[j], i));
+        const float one = group_dot(r, *(float4*)f[j], *(float4*)(f[j] + 4));
+        if (group(j) < groups && (lane & 15) == 0) part[n * groups + group(j)] = one;
+      }
+      e += gridDim.x;
+      load_router(e);
+    }
+    compute_barrier();
+    const float inv = inverse_rms(sh.square, groups, a.D, a.moe_eps);
+#pragma unroll 1
+    for (int i = warp; i < n; i += COMPUTE) {
+      const float sum = sum_groups(part + i * groups, groups);
+      if (lane == 0) post(a.logits + blockIdx.x + i * gridDim.x, __fmul_rn(sum, inv), tag);
+    }
+    turn ^= 1;
+    stage<B>(f, groups);
+    if (lane < 4) plane_scales()[lane] *= inv;
+    __syncwarp();
+  }
+
+  DEV void gate_up(u32 tag) {
+    products<B, true>(a.rule.K * (a.F / 16), a.D / 128, [](int, int) { return 0.f; }, [&](int t, int r, float sum, float) {
+      const float up = __shfl_down_sync(0xffffffffu, sum, 16);
+      if (r < 16) post(a.h + t * 16 + r, silu(sum) * up, tag);
+    });
+  }
+
+  // Rows of a tile times all chosen experts; teams of `split` warps take an expert each.
+  DEV void down(bool last, u32 tag) {
+    const int groups = a.F / 128, K = a.rule.K, ROWS = a.down_rows, split = a.split, shift = __ffs(split) - 1, team = warp >> shift, part = warp - team * split, teams = COMPUTE >> shift;
+    const int begin = groups * part >> shift, end = groups * (part + 1) >> shift, code_bytes = 16 * groups * Form<B, 128>::ROW_BYTES;
+    if (threadIdx.x == 0 && (int)blockIdx.x * ROWS >= a.D) barrier_arrive(&sh.turn);
+#pragma unroll 1
+    for (int next = blockIdx.x; next * ROWS < a.D; next += gridDim.x) {
+      bool arrived = false;
+      const float before = known(a.middle + next * ROWS + (lane & (ROWS - 1)));
+#pragma unroll 1
+      for (int rank = team; rank < K; rank += teams) {
+        float all[2][2] = {{0.f, 0.f}, {0.f, 0.f}};  // [sixteen rows]
+        const char* codes_sh = unit() + rank * ROWS * groups * (Form<B, 128>::ROW_BYTES + 2);
+        const bf16* scales_sh = (const bf16*)(codes_sh + ROWS / 16 * code_bytes);
+#pragma unroll 1
+        for (int first = begin; first < end; first += PLANE_GROUPS) {
+          // up to eight groups of h, a half of the warp one at a time
+          const int half = lane >> 4, passes = div_up(min_int(PLANE_GROUPS, end - first), 2);
+          float f[4][8];
+          const float* at[4];
+          bool want[4];
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const int k = first + 2 * j + half;
+            at[j] = a.h + rank * a.F + k * 128 + (lane & 15) * 8, want[j] = j < passes && k < end;
+          }
+          take8<4>(f, at, tag, want);
+          if (threadIdx.x == 0 && rank == 0 && first == begin && next == blockIdx.x) barrier_arrive(&sh.turn);
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            if (j >= passes) break;
+            make_block<B>(planes() + (2 * j + half) * 256, plane_scales() + 2 * j + half, lane & 15, f[j], true);
+          }
+          __syncwarp();
+          if (!arrived) barrier_wait(&sh.down_full, downs & 1), arrived = true;
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            if (i * 16 >= ROWS) break;
+#pragma unroll 1
+            for (int j = 0; j < passes; j++) {
+              float sums[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+              const int k = first + 2 * j;
+              // of the group behind an odd last one nothing is kept
+              multiply<B, 2>(sums, codes_sh + i * code_bytes, scales_sh + i * 16 * groups, groups, k, 1, planes() + 2 * j * 256, plane_scales() + 2 * j);
+#pragma unroll
+              for (int r = 0; r < 2; r++) {
+                all[i][r] += sums[0][r];
+                if (k + 1 < end) all[i][r] += sums[1][r];
+              }
+            }
+          }
+          __syncwarp();
+        }
+        if ((lane & 3) == 0) {
+          float* to = sums() + (rank * split + part) * ROWS + (lane >> 2);
+          to[0] = all[0][0], to[8] = all[0][1];
+          if (ROWS > 16) to[16] = all[1][0], to[24] = all[1][1];
+        }
+      }
+      downs++;
+      compute_barrier();
+      if (threadIdx.x == 0) barrier_arrive(&sh.down_empty);
+      if (warp == 0) {
+        const float* from = sums() + (lane & (ROWS - 1));
+        float sum = 0.f;
+#pragma unroll 1
+        for (int p0 = 0; p0 < K; p0 += 8) {
+          float one[8];
+#pragma unroll
+          for (int p = 0; p < 8; p++) one[p] = p0 + p < K ? from[(p0 + p) * split * ROWS] : 0.f;
+#pragma unroll 1
+          for (int i = 1; i < split; i++)
+#pragma unroll
+            for (int p = 0; p < 8; p++) one[p] += p0 + p < K ? from[((p0 + p) * split + i) * ROWS] : 0.f;
+#pragma unroll
+          for (int p = 0; p < 8; p++) sum = p0 + p < K ? fmaf(sh.gate[p0 + p], one[p], sum) : sum;
+        }
+        const float y = fmaf(a.moe_scale, sum, before);
+        if (lane < ROWS && last) a.x[next * ROWS + lane] = without_tag(y);
+        if (lane < ROWS && !last) post(a.x_box + next * ROWS + lane, y, tag);
+      }
+      turn ^= 1;
+    }
+  }
+
+  DEV void compute(u32 use) {
+    for (int row = blockIdx.x * 32 * COMPUTE + threadIdx.x; row < a.D; row += gridDim.x * 32 * COMPUTE) post(a.x_box + row, a.x[row], use & 1 ^ 1);
+    if (threadIdx.x == 0) {
+      sh.first = use;
+      sh.run.position = *a.attention.positions, sh.run.table = a.attention.page_table;
+      const int split = blockIdx.x / a.attention.Hk;
+      sh.kv = blockIdx.x - split * a.attention.Hk;
+      sh.split = find_run(sh.run, a.attention.window, split, a.attention.max_splits, sh.splits) ? split : -1;
+    }
+    load_angles(sh.angle, a.attention, *a.attention.positions, threadIdx.x, 32 * COMPUTE);
+    compute_barrier();
+#pragma unroll 1
+    for (int part = 0; part < 2 * a.num_layers; part++) {
+      const int layer = part >> 1;
+      const bool last = part & 1;
+      if (!last) barrier_wait(&sh.layer_full, layer & 1);
+      const StepLayer& y = sh.layer[layer & 1];
+      if (last) {
+        if (threadIdx.x == 0) barrier_arrive(&sh.turn);
+        attend(y, sh.first + layer);
+      }
+      const u32 tag = sh.first + layer & 1;
+      project(y, last, tag ^ 1, tag);
+      if (!last) continue;
+      if (routes()) route(y, tag);
+      gate_up(tag);
+      down(layer == a.num_layers - 1, tag);
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------------------- copy
+  DEV void copy(u32 use) {
+    Front front(sh, ring(), a.ring);
+    const int d_groups = a.D / 128, o_groups = a.attention.H * DH / 128, q_tiles = a.attention.H * DH / 16, kv_tiles = a.attention.Hk * DH / 16, GROUP = Form<A, 128>::ROW_BYTES;
+#pragma unroll 1
+    for (int layer = 0; layer < a.num_layers; layer++, use++) {
+      const StepLayer& y = sh.layer[layer & 1];
+      stream_expect(&sh.layer_full, sizeof(StepLayer));
+      stream_copies(&sh.layer_full, (char*)&sh.layer[layer & 1], a.layers + layer, lane == 0 ? sizeof(StepLayer) : 0);
+      barrier_wait(&sh.layer_full, layer & 1);
+      // projections, the first half of the chosen experts, the second
+      if (layer) barrier_wait(&sh.turn, 1);
+#pragma unroll 1
+      for (int last = 0; last < 2; last++) {
+        const int groups = last ? o_groups : d_groups, tiles = last ? a.D / 16 : q_tiles + 2 * kv_tiles;
+        if (last) {
+          barrier_wait(&sh.turn, 0);
+          for (const u64 since = global_time(); global_time() - since < QUERY_NS;) {
+          }
+        }
+#pragma unroll 1
+        for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+          const int matrix = last ? 3 : (t >= q_tiles) + (t >= q_tiles + kv_tiles), row = (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16;
+          const StepMatrix& m = (&y.q)[matrix];
+          front.tiles(m.packed + (u64)row * groups * GROUP, m.scale + (u64)row * groups, 0, 0, 1, groups, GROUP);
+        }
+      }
+      if (!chooses()) continue;
+      choose_experts(front, y, layer, use & 1);
+      front.await_last();
+      down_tiles();
+    }
+  }
+  // Asks for tiles of the first half as soon as their expert is known.
+  DEV void choose_experts(Front& front, const StepLayer& y, int layer, u32 tag) {
+    const int groups = a.D / 128, tiles = a.F / 16, GROUP = Form<B, 128>::ROW_BYTES;
+    stream_expect(&sh.table_full, 48 * a.rule.E);
+    stream_copies(&sh.table_full, (char*)table(), y.table, lane == 0 ? 48 * a.rule.E : 0);
+    barrier_wait(&sh.table_full, layer & 1);
+    float v[4], gate;
+    int id, next = blockIdx.x;
+    take_logits(v, a.logits, a.rule.E, tag);
+    choose<4, false>(id, gate, a.rule, v, 0, [&](int rank, int expert) {
+#pragma unroll 1
+      for (; next < (rank + 1) * tiles; next += gridDim.x) {
+        const u64 *at = table() + expert * 6, row = (next - rank * tiles) * 16 * groups;
+        front.tiles((const char*)at[0] + row * GROUP, (const bf16*)at[1] + row, (const char*)at[2] + row * GROUP, (const bf16*)at[3] + row, 2, groups, GROUP);
+      }
+    });
+    if (lane < a.rule.K) sh.id[lane] = id, sh.gate[lane] = gate;
+    __syncwarp();
+  }
+  // A tile of rows of all experts into the place of attention, which is done.
+  DEV void down_tiles() {
+    const int groups = a.F / 128, ROWS = a.down_rows, K = a.rule.K, code_bytes = ROWS * groups * Form<B, 128>::ROW_BYTES, bytes = code_bytes + ROWS * groups * 2;
+    const bool codes = lane < 16;
+    stream_fence();
+#pragma unroll 1
+    for (int t = blockIdx.x; t * ROWS < a.D; t += gridDim.x) {
+      if (downs++) barrier_wait(&sh.down_empty, downs & 1);
+      stream_expect(&sh.down_full, K * bytes);
+      __syncwarp();
+#pragma unroll 1
+      for (int p = lane & 15; p < K; p += 16) {
+        const u64* at = table() + sh.id[p] * 6 + 4;
+        stream_copies(&sh.down_full, unit() + p * bytes + (codes ? 0 : code_bytes), (const char*)at[codes ? 0 : 1] + (u64)t * (codes ? code_bytes : bytes - code_bytes), codes ? code_bytes : bytes - code_bytes);
+      }
+      __syncwarp();
+    }
+  }
+};
+
+template <int A, int B, int DH>
+DEV void step(const StepArgs& a) {
+  __shared__ StepShared sh;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < TILES_AHEAD; i++) barrier_init(sh.full + i, STREAM_ARRIVALS), barrier_init(sh.empty + i, COMPUTE);
+    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.turn, 1);
+  }
+  barrier_init_done();
+  __syncthreads();
+  const u32 use = a.uses[blockIdx.x] + 1;
+  Step<A, B, DH> s(a, sh);
+  if (s.warp == COMPUTE)
+    s.copy(use);
+  else
+    s.compute(use);
+  __syncthreads();
+  if (threadIdx.x == 0) a.uses[blockIdx.x] = use - 1 + a.num_layers;
+}
+
+#define STEP(NAME, A, B, DH) \
+  extern "C" __global__ void __launch_bounds__(32 * (COMPUTE + 1), 1) step_##NAME##_d##DH(const __grid_constant__ StepArgs a) { step<A, B, DH>(a); }
+#if !defined(ONE_FORM) || defined(FORM_w8_w4)
+STEP(w8_w4, 8, 4, 64)
+STEP(w8_w4, 8, 4, 128)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w4_w4)
+STEP(w4_w4, 4, 4, 64)
+STEP(w4_w4, 4, 4, 128)
+#endif
