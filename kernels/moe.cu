@@ -465,13 +465,8 @@ DEV void down_rows(const DownArgs& a) {
 #pragma unroll 4
       for (int p = n * a.K; p < (n + 1) * a.K; p++) {
         float one = 0.f;
-#pragma unroll 4
-        for (int part = 0; part < a.split; part++) {
-          float all = 0.f;
-#pragma unroll 4
-          for (int c = 0; c < chunks; c++) all += sums_sh[((p * chunks + c) * a.split + part) * 16 + r];
-          one += all;
-        }
+#pragma unroll 8
+        for (int c = 0; c < parts; c++) one += sums_sh[(p * parts + c) * 16 + r];
         sum = fmaf(a.direct.logits ? direct_sh.gate[p] : a.gates[p], one, sum);
       }
       a.y[at] = without_tag(fmaf(a.scale, sum, before));

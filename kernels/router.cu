@@ -195,7 +195,7 @@ DEV void logits_run(const RouterArgs& a) {
   for (int n = 0; n < TOKENS; n++) sum[n] = 0.f;
   copy_async_wait<0>();
   __syncwarp();
-#pragma unroll 1
+#pragma unroll (TOKENS == 1 ? 4 : 1)
   for (int c = lane; c - lane < chunks; c += 32) {
     float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     if (c >= chunks) {

@@ -181,7 +181,7 @@ struct __align__(16) StepShared {
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
   u64 down_full, down_empty, table_full, layer_full;
-  u64 turn;               // when what comes next may come: copies would slow down what blocks wait for from each other
+  u64 projected, halfway; // where copies may go on, which would slow down what blocks wait for from each other: queries are made, experts half done
   int at[TILES_AHEAD];    // of a tile in the ring
   int size[TILES_AHEAD];  // what of the ring it takes
   float square[32];
@@ -502,7 +502,7 @@ struct Step {
   DEV void down(bool last, u32 tag) {
     const int groups = a.F / 128, K = a.rule.K, ROWS = a.down_rows, split = a.split, shift = __ffs(split) - 1, team = warp >> shift, part = warp - team * split, teams = COMPUTE >> shift;
     const int begin = groups * part >> shift, end = groups * (part + 1) >> shift, code_bytes = 16 * groups * Form<B, 128>::ROW_BYTES;
-    if (threadIdx.x == 0 && (int)blockIdx.x * ROWS >= a.D) barrier_arrive(&sh.turn);
+    if (threadIdx.x == 0 && chooses() && (int)blockIdx.x * ROWS >= a.D) barrier_arrive(&sh.halfway);
 #pragma unroll 1
     for (int next = blockIdx.x; next * ROWS < a.D; next += gridDim.x) {
       bool arrived = false;
@@ -525,7 +525,7 @@ struct Step {
             at[j] = a.h + rank * a.F + k * 128 + (lane & 15) * 8, want[j] = j < passes && k < end;
           }
           take8<4>(f, at, tag, want);
-          if (threadIdx.x == 0 && rank == 0 && first == begin && next == blockIdx.x) barrier_arrive(&sh.turn);
+          if (threadIdx.x == 0 && rank == 0 && first == begin && next == blockIdx.x) barrier_arrive(&sh.halfway);
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             if (j >= passes) break;
@@ -585,13 +585,6 @@ struct Step {
 
   DEV void compute(u32 use) {
     for (int row = blockIdx.x * 32 * COMPUTE + threadIdx.x; row < a.D; row += gridDim.x * 32 * COMPUTE) post(a.x_box + row, a.x[row], use & 1 ^ 1);
-    if (threadIdx.x == 0) {
-      sh.first = use;
-      sh.run.position = *a.attention.positions, sh.run.table = a.attention.page_table;
-      const int split = blockIdx.x / a.attention.Hk;
-      sh.kv = blockIdx.x - split * a.attention.Hk;
-      sh.split = find_run(sh.run, a.attention.window, split, a.attention.max_splits, sh.splits) ? split : -1;
-    }
     load_angles(sh.angle, a.attention, *a.attention.positions, threadIdx.x, 32 * COMPUTE);
     compute_barrier();
 #pragma unroll 1
@@ -601,7 +594,7 @@ struct Step {
       if (!last) barrier_wait(&sh.layer_full, layer & 1);
       const StepLayer& y = sh.layer[layer & 1];
       if (last) {
-        if (threadIdx.x == 0) barrier_arrive(&sh.turn);
+        if (threadIdx.x == 0) barrier_arrive(&sh.projected);
         attend(y, sh.first + layer);
       }
       const u32 tag = sh.first + layer & 1;
@@ -611,6 +604,15 @@ struct Step {
       gate_up(tag);
       down(layer == a.num_layers - 1, tag);
     }
+  }
+
+  // By one thread, before all others start.
+  DEV void begin(u32 use) {
+    sh.first = use;
+    sh.run.position = *a.attention.positions, sh.run.table = a.attention.page_table;
+    const int split = blockIdx.x / a.attention.Hk;
+    sh.kv = blockIdx.x - split * a.attention.Hk;
+    sh.split = find_run(sh.run, a.attention.window, split, a.attention.max_splits, sh.splits) ? split : -1;
   }
 
   // ---------------------------------------------------------------------------------------------------------------- copy
@@ -624,12 +626,12 @@ struct Step {
       stream_copies(&sh.layer_full, (char*)&sh.layer[layer & 1], a.layers + layer, lane == 0 ? sizeof(StepLayer) : 0);
       barrier_wait(&sh.layer_full, layer & 1);
       // projections, the first half of the chosen experts, the second
-      if (layer) barrier_wait(&sh.turn, 1);
+      if (layer && chooses()) barrier_wait(&sh.halfway, layer & 1 ^ 1);
 #pragma unroll 1
       for (int last = 0; last < 2; last++) {
         const int groups = last ? o_groups : d_groups, tiles = last ? a.D / 16 : q_tiles + 2 * kv_tiles;
         if (last) {
-          barrier_wait(&sh.turn, 0);
+          barrier_wait(&sh.projected, layer & 1);
           for (const u64 since = global_time(); global_time() - since < QUERY_NS;) {
           }
         }
@@ -690,12 +692,13 @@ DEV void step(const StepArgs& a) {
   __shared__ StepShared sh;
   if (threadIdx.x == 0) {
     for (int i = 0; i < TILES_AHEAD; i++) barrier_init(sh.full + i, STREAM_ARRIVALS), barrier_init(sh.empty + i, COMPUTE);
-    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.turn, 1);
+    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.projected, 1), barrier_init(&sh.halfway, 1);
   }
   barrier_init_done();
-  __syncthreads();
   const u32 use = a.uses[blockIdx.x] + 1;
   Step<A, B, DH> s(a, sh);
+  if (threadIdx.x == 0) s.begin(use);
+  __syncthreads();
   if (s.warp == COMPUTE)
     s.copy(use);
   else

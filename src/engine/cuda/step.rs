@@ -204,6 +204,11 @@ impl WholeStep {
 }
 
 impl Engine {
+    /// Whether one kernel runs all layers of a decode step of one token.
+    pub fn runs_layers_at_once(&self) -> bool {
+        self.runs_whole(1)
+    }
+
     /// Whether one kernel runs all layers of a decode step of so many tokens; it chooses experts by the router alone.
     pub(super) fn runs_whole(&self, num_tok: usize) -> bool {
         num_tok == 1 && self.step.is_some() && self.scripts.is_empty()
