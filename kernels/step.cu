@@ -79,7 +79,7 @@ DEV uint4 peek4(const float* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
-// last bit set where one of them is not of this use
+// The last bit is set where one of them is not of this use.
 DEV u32 wrong_tags(const uint4& v, u32 tag) { return (v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag); }
 DEV float4 floats(const uint4& v) { return make_float4(__uint_as_float(v.x & ~1u), __uint_as_float(v.y & ~1u), __uint_as_float(v.z & ~1u), __uint_as_float(v.w & ~1u)); }
 // By whole warps, which read until all lanes that `want` have what they wait for: lanes that read by themselves would each ask apart.
@@ -90,7 +90,7 @@ DEV float take(const float* at, u32 tag, bool want = true) {
   } while (__any_sync(0xffffffffu, (v ^ tag) & 1));
   return __uint_as_float(v & ~1u);
 }
-// What this block has taken before.
+// What something came from that this block has taken.
 DEV float known(const float* at) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");

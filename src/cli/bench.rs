@@ -29,7 +29,7 @@ pub struct BenchArgs {
     /// Measured runs of each batch size, after one that is not.
     #[arg(long, default_value_t = 3, value_name = "N")]
     pub repeats: usize,
-    /// Also time each kind of block.
+    /// Also time each kind of block, by kernels of its own even where one sequence passes all layers in one launch.
     #[arg(long)]
     pub profile_kernels: bool,
     /// Experts of each layer that the GPU's memory holds, whatever the budget.
