@@ -1,6 +1,6 @@
 // Correctness of every decode kernel against float64 loops, then one decode step of a model shape as a CUDA graph.
 //
-// usage: nvcc -O3 -std=c++17 -arch=sm_90 -o decode benches/cuda/decode.cu && ./decode [check] [all] [step] [mixtral] [kernels] [prefill] [variants]
+// usage: nvcc -O3 -std=c++17 -arch=sm_90 -o decode benches/cuda/decode.cu && ./decode [check] [all] [step] [mixtral] [kernels] [prefill] [variants] [whole]
 //
 // Weights are random and distinct in all layers, so that nothing but activations stays in the cache. Rates are shares of READ_TB_S.
 #include <cuda_runtime.h>
@@ -445,21 +445,21 @@ static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slot
   launch(kernel, dim3(tiles, std::min(max_slots, std::max(1, fit * num_sm / tiles))), 128, shared, a);
   return true;
 }
-static int down_slice = 2048, down_split = 0;
+static int down_slice = 2048;
 static bool run_down(DownArgs a, int bits, int G) {
   const int groups = groups_of_k(a.F), row = a.F * bits / 8, scales = scales_of(bits, G, a.F), pairs = a.T * a.K;
   const int wanted = (row + down_slice - 1) / down_slice;
   a.chunk = (groups + wanted - 1) / wanted;
   const int chunks = (groups + a.chunk - 1) / a.chunk;
-  a.split = down_split ? down_split : 1;
-  while (!down_split && a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
-  const int warps = std::max(8, a.split), teams = warps / a.split;
+  a.split = 1;
+  while (a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
+  const int teams = 8 / a.split;
   const size_t stage = (16ull * std::min(16 * a.chunk * bits, row) + 64 + 32ull * scales + 15) / 16 * 16;
   const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
   const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
   for (a.stages = most; a.stages >= teams && a.stages * stage + rest + 4096 > MOST_SHARED;) a.stages -= teams;
   if (a.stages < teams) return false;
-  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 32 * (warps + 1), a.stages * stage + rest, a);
+  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 288, a.stages * stage + rest, a);
   return true;
 }
 
@@ -859,6 +859,31 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   if (decode) ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 4096, nullptr, s.V}); }});
   return ops;
 }
+static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats) {
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  for (const Op& op : ops) if (keep(op)) op.run();
+  OK(cudaStreamEndCapture(stream, &graph));
+  OK(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 3; i++) OK(cudaGraphLaunch(exec, stream));
+  std::vector<double> ms;
+  cudaEvent_t a, b;
+  cudaEventCreate(&a), cudaEventCreate(&b);
+  for (int r = 0; r < 5; r++) {
+    OK(cudaEventRecord(a, stream));
+    for (int i = 0; i < repeats; i++) OK(cudaGraphLaunch(exec, stream));
+    OK(cudaEventRecord(b, stream));
+    OK(cudaEventSynchronize(b));
+    float t;
+    cudaEventElapsedTime(&t, a, b);
+    ms.push_back(t / repeats);
+  }
+  OK(cudaGetLastError());
+  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(a), cudaEventDestroy(b);
+  std::sort(ms.begin(), ms.end());
+  return ms[2];
+}
 // The same step by one kernel from the first layer to the last.
 struct Whole {
   StepArgs a;
@@ -887,7 +912,7 @@ static Whole whole(const Model& m, const Buffers& b, int grid) {
   a.split = groups > 6 ? 2 : 1, a.down_rows = s.D / 16 > grid ? 32 : 16;
   a.rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
   const size_t fixed = AttendShared<128, false>::BYTES + 8 * 8 * 260 + 8 * RED + 48 * 128;
-  a.ring = (int)((227 * 1024 - fixed - 1536) / 128 * 128);
+  a.ring = (int)((227 * 1024 - fixed - 2048) / 128 * 128);
   return {a, fixed + a.ring};
 }
 static void run_whole(const Whole& w, int grid) {
@@ -900,20 +925,20 @@ static void run_whole(const Whole& w, int grid) {
   void* p[1] = {(void*)&w.a};
   OK(cudaLaunchKernelExC(&c, (const void*)step_w8_w4_d128, p));
 }
-static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats);
 // Both from the same x, bit by bit, after any number of layers; then times.
 static void check_whole(Model& m, int grid) {
   Buffers b;
-  down_split = m.s.F / 128 <= 16 ? 0 : 16, down_slice = m.s.F / 128 <= 16 ? 1 << 20 : 16 * 64;
+  if (m.s.F > 2048) {
+    puts("rows of the experts' second half are too long");
+    return;
+  }
   std::vector<Op> ops = program(m, 1, b);
   const Whole w = whole(m, b, grid);
-  std::vector<u32> first;
   const int all = m.s.L;
   for (int layers : {1, 2, all}) {
     for (const Op& op : ops) if (op.layer < layers) op.run();
     OK(cudaStreamSynchronize(stream));
     const std::vector<u32> want = download((const u32*)b.x, m.s.D);
-    ops[0].run();
     Whole some = w;
     some.a.num_layers = layers;
     for (int i = 0; i < 2; i++) {
@@ -934,31 +959,6 @@ static void check_whole(Model& m, int grid) {
   for (const Op& op : ops) if (op.layer >= m.s.L) one.push_back(op);
   for (int i = 0; i < 2; i++)
     printf("context %d: by kernels %.3f ms, by one %.3f ms, of it layers %.3f, %.2f us a layer\n", m.context, time_graph(ops, [](const Op&) { return true; }, 20), time_graph(one, [](const Op&) { return true; }, 20), time_graph(one, [](const Op& o) { return !strcmp(o.name, "whole"); }, 20), time_graph(one, [](const Op& o) { return !strcmp(o.name, "whole"); }, 20) / m.s.L * 1e3), fflush(stdout);
-}
-static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  for (const Op& op : ops) if (keep(op)) op.run();
-  OK(cudaStreamEndCapture(stream, &graph));
-  OK(cudaGraphInstantiate(&exec, graph, 0));
-  for (int i = 0; i < 3; i++) OK(cudaGraphLaunch(exec, stream));
-  std::vector<double> ms;
-  cudaEvent_t a, b;
-  cudaEventCreate(&a), cudaEventCreate(&b);
-  for (int r = 0; r < 5; r++) {
-    OK(cudaEventRecord(a, stream));
-    for (int i = 0; i < repeats; i++) OK(cudaGraphLaunch(exec, stream));
-    OK(cudaEventRecord(b, stream));
-    OK(cudaEventSynchronize(b));
-    float t;
-    cudaEventElapsedTime(&t, a, b);
-    ms.push_back(t / repeats);
-  }
-  OK(cudaGetLastError());
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(a), cudaEventDestroy(b);
-  std::sort(ms.begin(), ms.end());
-  return ms[2];
 }
 static void measure(const Model& m, const std::vector<int>& batches, bool kernels, bool decode = true) {
   std::vector<std::string> lines;

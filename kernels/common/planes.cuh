@@ -172,7 +172,7 @@ DEV void group_products(float* const* sums, int stride, const u32 (*a)[Form<BITS
 #pragma unroll
     for (int q = 0; q < SUB; q++) {
       const bool mine = SUB == 1 || (BITS == 4 ? t * SUB / 4 == q : SUB == 2 || t / 2 == q % 2);
-      const int CHAINS = MT * NB == 1 ? 2 : 1;  // of sums that do not wait for each other
+      const int CHAINS = MT * NB * SUB == 1 ? 2 : 1;  // of sums that do not wait for each other
       int chain[CHAINS][MT][NB][4];
       int(&c)[MT][NB][4] = chain[0];
 #pragma unroll
