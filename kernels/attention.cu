@@ -18,8 +18,6 @@
 // (arXiv 2307.08691), flash-decoding; src/engine/cpu/attend.rs.
 #include "common/attend.cuh"
 
-DEV u32 times(float f, u32 x) { return __float_as_uint(__fmul_rn(f, __uint_as_float(x))); }
-DEV u32 plus(u32 x, u32 y) { return __float_as_uint(__fadd_rn(__uint_as_float(x), __uint_as_float(y))); }
 // The weighted mean of the partial results [splits][16][DH + 4], a thread four elements of a head, AT_ONCE loads ahead of their use.
 template <int DH, int AT_ONCE, class Store>
 DEV void merge_parts(const float* part, int splits, int items, const Store& store) {
@@ -31,12 +29,11 @@ DEV void merge_parts(const float* part, int splits, int items, const Store& stor
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
     for (int s0 = 0; s0 < splits; s0 += AT_ONCE) {
-      uint4 x[AT_ONCE];
-      float m[AT_ONCE], l[AT_ONCE];
+      float x[AT_ONCE][4], m[AT_ONCE], l[AT_ONCE];
 #pragma unroll
       for (int s = 0; s < AT_ONCE; s++) {
         const float* row = part + (min_int(s0 + s, splits - 1) * 16 + h) * stride;
-        x[s] = load_v4_l2(row + d), m[s] = load_f32_l2(row + DH), l[s] = load_f32_l2(row + DH + 1);
+        *(uint4*)x[s] = load_v4_l2(row + d), m[s] = load_f32_l2(row + DH), l[s] = load_f32_l2(row + DH + 1);
       }
       float now = best;
 #pragma unroll
@@ -46,14 +43,20 @@ DEV void merge_parts(const float* part, int splits, int items, const Store& stor
 #pragma unroll
       for (int s = 0; s < AT_ONCE; s++) {
         const float f = s0 + s < splits ? exp2_fast(m[s] - best) : 0.f;
-        l[s] = __fmul_rn(f, l[s]), x[s] = make_uint4(times(f, x[s].x), times(f, x[s].y), times(f, x[s].z), times(f, x[s].w));
+        l[s] = __fmul_rn(f, l[s]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[s][j] = __fmul_rn(f, x[s][j]);
       }
       // halves onto each other, as lanes would
 #pragma unroll
       for (int level = 1; level < AT_ONCE; level *= 2)
 #pragma unroll
-        for (int s = 0, by = AT_ONCE / 2 / level; s < by; s++) l[s] += l[s + by], x[s] = make_uint4(plus(x[s].x, x[s + by].x), plus(x[s].y, x[s + by].y), plus(x[s].z, x[s + by].z), plus(x[s].w, x[s + by].w));
-      total += l[0], v.x += __uint_as_float(x[0].x), v.y += __uint_as_float(x[0].y), v.z += __uint_as_float(x[0].z), v.w += __uint_as_float(x[0].w);
+        for (int s = 0, by = AT_ONCE / 2 / level; s < by; s++) {
+          l[s] += l[s + by];
+#pragma unroll
+          for (int j = 0; j < 4; j++) x[s][j] += x[s + by][j];
+        }
+      total += l[0], v.x += x[0][0], v.y += x[0][1], v.z += x[0][2], v.w += x[0][3];
     }
     store(h, d, v, total);
   }
@@ -93,7 +96,7 @@ DEV void attention_decode(const AttentionArgs& a) {
   float* out = a.out + (size_t)seq * a.out_stride + (size_t)kv * group * DH;
   float* part = a.partial + ((size_t)seq * a.Hk + kv) * a.max_splits * 16 * stride;
   auto store_merged = [&](int h, int d, const float4& v, float total) { *(float4*)(out + h * DH + d) = merged(v, total); };
-  attend_run<DH, WIDE>(a, a.layer, (char*)attention_sh, scratch_sh, angle_sh, Alone(), seq, kv, run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
+  attend_run<DH, WIDE>(a, a.layer, (char*)attention_sh, angle_sh, Alone{scratch_sh}, seq, kv, run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
     if (splits == 1) {
       store_merged(h, d, v, total);
     } else {
@@ -173,17 +176,17 @@ struct PrefillArgs {
 template <int DH>
 DEV void append_rows(const AppendArgs& a) {
   __shared__ float scratch_sh[32], angle_sh[DH], row_sh[8][DH];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = a.rope_dim / 2;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const size_t token = blockIdx.x;
   dependency_wait();
   dependents_launch();
   const int position = a.positions[token];
   float *q_row = a.q + token * a.q_stride, q_inv = 1.f, k_inv = 1.f;
   const float* k_row = a.k + token * a.k_stride;
-  for (int i = threadIdx.x; i < a.rope_dim; i += blockDim.x) angle_sh[i] = i < half ? a.cosines[token * half + i] : a.sines[token * half + i - half];
+  load_angles(angle_sh, a, blockIdx.x, threadIdx.x, blockDim.x);
   if (a.norm == 2) {
-    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh, Alone());
-    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh, Alone());
+    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh);
+    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh);
   }
   __syncthreads();
   const size_t page = (size_t)a.page_table[(size_t)a.rows[token] * a.max_pages + position / PAGE] * a.Hk;

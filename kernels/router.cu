@@ -198,10 +198,9 @@ DEV void logits_run(const RouterArgs& a) {
 #pragma unroll (TOKENS == 1 ? 4 : 1)
   for (int c = lane; c - lane < chunks; c += 32) {
     float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    if (c >= chunks) {
-    } else if (a.w_is_f32)
+    if (c < chunks && a.w_is_f32)
       *(float4*)f = *(const float4*)(row + c * 32), *(float4*)(f + 4) = *(const float4*)(row + c * 32 + 16);
-    else
+    else if (c < chunks)
       unpack8(f, a.ahead ? *(const uint4*)(row_sh + c * 16) : load_streaming(row + c * 16));
 #pragma unroll
     for (int n = 0; n < TOKENS; n++) {

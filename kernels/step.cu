@@ -70,9 +70,10 @@ static const int SLICE = 16;          // groups of a tile
 static const u64 QUERY_NS = 2000;     // that queries take from block to block, while no copies should be in their way
 
 // A float with the last bit of this use.
-DEV void post(float* at, float x, u32 tag) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(__float_as_uint(x) & ~1u | tag) : "memory"); }
+DEV u32 tagged(float x, u32 tag) { return __float_as_uint(without_tag(x)) | tag; }
+DEV void post(float* at, float x, u32 tag) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(tagged(x, tag)) : "memory"); }
 DEV void post4(float* at, const float4& x, u32 tag) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(__float_as_uint(x.x) & ~1u | tag), "r"(__float_as_uint(x.y) & ~1u | tag), "r"(__float_as_uint(x.z) & ~1u | tag), "r"(__float_as_uint(x.w) & ~1u | tag) : "memory");
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(tagged(x.x, tag)), "r"(tagged(x.y, tag)), "r"(tagged(x.z, tag)), "r"(tagged(x.w, tag)) : "memory");
 }
 DEV uint4 peek4(const float* at) {
   uint4 v;
@@ -82,21 +83,10 @@ DEV uint4 peek4(const float* at) {
 // The last bit is set where one of them is not of this use.
 DEV u32 wrong_tags(const uint4& v, u32 tag) { return (v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag); }
 DEV float4 floats(const uint4& v) { return make_float4(__uint_as_float(v.x & ~1u), __uint_as_float(v.y & ~1u), __uint_as_float(v.z & ~1u), __uint_as_float(v.w & ~1u)); }
-// By whole warps, which read until all lanes that `want` have what they wait for: lanes that read by themselves would each ask apart.
-DEV float take(const float* at, u32 tag, bool want = true) {
-  u32 v = tag;
-  do {
-    if (want) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  } while (__any_sync(0xffffffffu, (v ^ tag) & 1));
-  return __uint_as_float(v & ~1u);
-}
 // What something came from that this block has taken.
-DEV float known(const float* at) {
-  u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return __uint_as_float(v & ~1u);
-}
-DEV float4 take4(const float* at, u32 tag, bool want = true) {
+DEV float known(const float* at) { return without_tag(load_f32_l2(at)); }
+// Takers are whole warps, which read until all lanes that `want` have what they wait for: lanes that read by themselves would each ask apart.
+DEV float4 take4(const float* at, u32 tag, bool want) {
   uint4 v = make_uint4(tag, tag, tag, tag);
   do {
     if (want) v = peek4(at);
@@ -163,12 +153,12 @@ DEV void compute_barrier() {
   __syncwarp();
   team_barrier(1, 32 * COMPUTE);
 }
+static_assert(COMPUTE == WARPS, "all warps that compute attend");
 struct Together {
   static const bool WHOLE_NORM = false, ANGLES = false;
   u32 tag;
   DEV void wait() const {}
   DEV void sync() const { compute_barrier(); }
-  DEV float load(const float* p, bool want) const { return take(p, tag, want); }
   DEV float4 load4(const float* p, bool want) const { return take4(p, tag, want); }
 };
 
@@ -185,7 +175,6 @@ struct __align__(16) StepShared {
   int at[TILES_AHEAD];    // of a tile in the ring
   int size[TILES_AHEAD];  // what of the ring it takes
   float square[32];
-  float scratch[32];
   float angle[128];
   Progress progress[COMPUTE + 1];
   float gate[32];
@@ -397,23 +386,26 @@ struct Step {
     }
   }
 
+  // Groups of the input and tiles of q, k, v, or of the output projection; the matrix of a tile, and the tile's first row in it.
+  DEV int projected_groups(bool last) const { return (last ? a.attention.H * DH : a.D) / 128; }
+  DEV int projected_tiles(bool last) const { return last ? a.D / 16 : (a.attention.H + 2 * a.attention.Hk) * DH / 16; }
+  DEV const StepMatrix& place(const StepLayer& y, bool last, int t, int& row) const {
+    const int q_tiles = a.attention.H * DH / 16, kv_tiles = a.attention.Hk * DH / 16, matrix = last ? 3 : (t >= q_tiles) + (t >= q_tiles + kv_tiles);
+    row = (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16;
+    return (&y.q)[matrix];
+  }
   // q, k, v of x, or x and the output projection of attention.
   DEV void project(const StepLayer& y, bool last, u32 before, u32 tag) {
-    const int groups = last ? a.attention.H * DH / 128 : a.D / 128, q_tiles = a.attention.H * DH / 16, kv_tiles = a.attention.Hk * DH / 16, tiles = last ? a.D / 16 : q_tiles + 2 * kv_tiles;
+    const int groups = projected_groups(last), tiles = projected_tiles(last);
     if ((int)blockIdx.x >= tiles) return;
     float f[2][8];
     take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, groups, last ? tag : before);
     stage<A>(f, groups);
-    // the matrix of a tile, and its bias from this tile on
-    auto bias_of = [&](int t) {
-      const int matrix = last ? 3 : (t >= q_tiles) + (t >= q_tiles + kv_tiles);
-      const float* bias = (&y.q)[matrix].bias;
-      return bias ? bias + (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16 : 0;
-    };
     products<A, false>(tiles, groups, [&](int t, int r) { return last ? known(a.x_box + t * 16 + r) : 0.f; }, [&](int t, int r, float sum, float x) {
-      const float* bias = bias_of(t);
+      int row;
+      const float* bias = place(y, last, t, row).bias;
       if (!last) sum *= inverse_rms(sh.square, groups, a.D, a.eps);
-      if (bias) sum = __fadd_rn(sum, bias[r]);
+      if (bias) sum = __fadd_rn(sum, bias[row + r]);
       if (last) sum = __fadd_rn(__fmul_rn(sum, a.scale), x);
       if (lane < 16) post((last ? a.middle : (float*)a.attention.q) + t * 16 + r, sum, tag);
     });
@@ -424,7 +416,7 @@ struct Step {
     const int group = a.attention.H / a.attention.Hk, stride = DH + 2, splits = sh.splits;
     if (sh.split >= 0) {
       const int kv = sh.kv, split = sh.split;
-      attend_run<DH, false>(a.attention, y.cache, unit(), sh.scratch, sh.angle, Together{tag}, 0, kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
+      attend_run<DH, false>(a.attention, y.cache, unit(), sh.angle, Together{tag}, 0, kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
         if (splits == 1) {
           post4(a.attention.out + (kv * group + h) * DH + d, merged(v, total), tag);
         } else {
@@ -618,7 +610,7 @@ struct Step {
   // ---------------------------------------------------------------------------------------------------------------- copy
   DEV void copy(u32 use) {
     Front front(sh, ring(), a.ring);
-    const int d_groups = a.D / 128, o_groups = a.attention.H * DH / 128, q_tiles = a.attention.H * DH / 16, kv_tiles = a.attention.Hk * DH / 16, GROUP = Form<A, 128>::ROW_BYTES;
+    const int GROUP = Form<A, 128>::ROW_BYTES;
 #pragma unroll 1
     for (int layer = 0; layer < a.num_layers; layer++, use++) {
       const StepLayer& y = sh.layer[layer & 1];
@@ -629,16 +621,16 @@ struct Step {
       if (layer && chooses()) barrier_wait(&sh.halfway, layer & 1 ^ 1);
 #pragma unroll 1
       for (int last = 0; last < 2; last++) {
-        const int groups = last ? o_groups : d_groups, tiles = last ? a.D / 16 : q_tiles + 2 * kv_tiles;
+        const int groups = projected_groups(last);
         if (last) {
           barrier_wait(&sh.projected, layer & 1);
           for (const u64 since = global_time(); global_time() - since < QUERY_NS;) {
           }
         }
 #pragma unroll 1
-        for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-          const int matrix = last ? 3 : (t >= q_tiles) + (t >= q_tiles + kv_tiles), row = (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16;
-          const StepMatrix& m = (&y.q)[matrix];
+        for (int t = blockIdx.x; t < projected_tiles(last); t += gridDim.x) {
+          int row;
+          const StepMatrix& m = place(y, last, t, row);
           front.tiles(m.packed + (u64)row * groups * GROUP, m.scale + (u64)row * groups, 0, 0, 1, groups, GROUP);
         }
       }

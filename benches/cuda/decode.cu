@@ -34,7 +34,7 @@ static bool use_pdl = true;
 static int num_sm = 132;
 
 template <class Args>
-void launch(const void* kernel, dim3 grid, int threads, size_t shared, const Args& args) {
+void launch(const void* kernel, dim3 grid, int threads, size_t shared, const Args& args, bool cooperative = false) {
   static std::map<const void*, size_t> raised;
   if (raised[kernel] < std::max<size_t>(shared, 1)) {
     OK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
@@ -46,7 +46,8 @@ void launch(const void* kernel, dim3 grid, int threads, size_t shared, const Arg
   cudaLaunchAttribute at[1];
   at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   at[0].val.programmaticStreamSerializationAllowed = 1;
-  c.attrs = at, c.numAttrs = use_pdl ? 1 : 0;
+  if (cooperative) at[0].id = cudaLaunchAttributeCooperative, at[0].val.cooperative = 1;
+  c.attrs = at, c.numAttrs = use_pdl || cooperative ? 1 : 0;
   void* p[1] = {(void*)&args};
   OK(cudaLaunchKernelExC(&c, kernel, p));
 }
@@ -915,16 +916,7 @@ static Whole whole(const Model& m, const Buffers& b, int grid) {
   a.ring = (int)((227 * 1024 - fixed - 2048) / 128 * 128);
   return {a, fixed + a.ring};
 }
-static void run_whole(const Whole& w, int grid) {
-  OK(cudaFuncSetAttribute((const void*)step_w8_w4_d128, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)w.shared));
-  cudaLaunchConfig_t c = {};
-  c.gridDim = dim3(grid), c.blockDim = dim3(288), c.dynamicSmemBytes = w.shared, c.stream = stream;
-  cudaLaunchAttribute at[1];
-  at[0].id = cudaLaunchAttributeCooperative, at[0].val.cooperative = 1;
-  c.attrs = at, c.numAttrs = 1;
-  void* p[1] = {(void*)&w.a};
-  OK(cudaLaunchKernelExC(&c, (const void*)step_w8_w4_d128, p));
-}
+static void run_whole(const Whole& w, int grid) { launch((const void*)step_w8_w4_d128, dim3(grid), 288, w.shared, w.a, true); }
 // Both from the same x, bit by bit, after any number of layers; then times.
 static void check_whole(Model& m, int grid) {
   Buffers b;

@@ -39,15 +39,15 @@ struct AttentionArgs {
   int together;      // all blocks of the grid are resident at a time
 };
 
-// What differs between the two: whose threads take part, how they wait, and how they read what the projections left.
+// What differs between the two: how threads wait, for the projections and for each other, and how they read what these left.
 struct Alone {
   static const bool WHOLE_NORM = true, ANGLES = true;  // norms of whole rows may be asked for; angles are not there yet
+  float* scratch_sh;
   DEV void wait() const {
     dependency_wait();
     dependents_launch();
   }
   DEV void sync() const { __syncthreads(); }
-  DEV float load(const float* p, bool want) const { return want ? *p : 0.f; }
   DEV float4 load4(const float* p, bool want) const { return want ? *(const float4*)p : make_float4(0.f, 0.f, 0.f, 0.f); }
 };
 
@@ -60,10 +60,12 @@ struct AttendShared {
   static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = ROWS_AT + 18 * DH * 4;
 };
 
-DEV void load_angles(float* angle_sh, const AttentionArgs& a, int position, int thread, int threads) {
+// cosines, then sines, of a row of their tables
+template <class Args>
+DEV void load_angles(float* angle_sh, const Args& a, int row, int thread, int threads) {
   const int half = a.rope_dim / 2;
   for (int i = thread; i < a.rope_dim; i += threads)
-    angle_sh[i] = i < half ? a.cosines[(size_t)position * half + i] : a.sines[(size_t)position * half + i - half];
+    angle_sh[i] = i < half ? a.cosines[(size_t)row * half + i] : a.sines[(size_t)row * half + i - half];
 }
 DEV void rotate(float& x, float& y, float c, float s) {
   const float was = x;
@@ -105,25 +107,12 @@ DEV void load_gain(float* gain, const float* from) {
 #pragma unroll
   for (int i = 0; i < DH / 32; i++) gain[i] = from[(threadIdx.x & 31) + 32 * i];
 }
-// 1 / rms of a whole row, by eight warps of those that meet
-template <class Side>
-DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh, const Side& side) {
-  const int warp = threadIdx.x >> 5;
+// 1 / rms of a whole row, by a block
+DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
   float sum = 0.f;
-  if (warp < WARPS)
 #pragma unroll 1
-    for (int i = threadIdx.x; i - (int)threadIdx.x < n; i += 32 * WARPS) {
-      const float x = side.load(row + i, i < n);
-      sum = fmaf(x, x, sum);
-    }
-  sum = warp_sum(sum);
-  side.sync();
-  if (warp < WARPS && (threadIdx.x & 31) == 0) scratch_sh[warp] = sum;
-  side.sync();
-  sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) sum += scratch_sh[i];
-  return rsqrtf(sum / n + eps);
+  for (int i = threadIdx.x; i < n; i += blockDim.x) sum = fmaf(row[i], row[i], sum);
+  return rsqrtf(block_sum(sum, scratch_sh) / n + eps);
 }
 
 // The run of pages of one of `splits` blocks.
@@ -161,7 +150,7 @@ DEV float merge_lanes(float* v, float m, float l) {
 // One key head of one sequence over a run of pages, by eight warps, a page each at a time.
 // store(h, d, v, top, sum): four elements of a head, their weights' maximum and sum.
 template <int DH, bool WIDE, class Side, class Store>
-DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, float* scratch_sh, float* angle_sh, const Side& side, int seq, int kv, const PageRun& run, bool newest, const Store& store) {
+DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, float* angle_sh, const Side& side, int seq, int kv, const PageRun& run, bool newest, const Store& store) {
   typedef AttendShared<DH, WIDE> Sh;
   const int ROW = Sh::ROW, BLOCKS = DH / 32, TILES = DH / 8, HEADS = Sh::HEADS, SUMS = WIDE ? 2 : 1, THREADS = 32 * WARPS;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, group = a.H / a.Hk;
@@ -196,10 +185,11 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   side.wait();
   const float *q_row = a.q + (size_t)seq * a.q_stride, *k_row = a.k + (size_t)seq * a.k_stride;
   float q_inv = 1.f, k_inv = 1.f;
-  if (Side::WHOLE_NORM && a.norm == 2) {
-    q_inv = whole_inverse(q_row, a.H * DH, a.eps, scratch_sh, side);
-    k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, scratch_sh, side);
-  }
+  if constexpr (Side::WHOLE_NORM)
+    if (a.norm == 2) {
+      q_inv = whole_inverse(q_row, a.H * DH, a.eps, side.scratch_sh);
+      k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, side.scratch_sh);
+    }
 #pragma unroll 1
   for (int i = thread * 4; i - lane * 4 < group * DH; i += THREADS * 4) {
     const float4 x = side.load4(q_row + kv * group * DH + i, i < group * DH);
