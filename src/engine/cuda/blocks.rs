@@ -309,7 +309,7 @@ impl Engine {
 
     fn decode_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
         let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
-        let cache = self.cache(*layer);
+        let (k_pages, v_pages) = self.cache(*layer).addresses();
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
         let (q_gain, k_gain, norm, eps) = self.head_norms(part);
@@ -319,12 +319,7 @@ impl Engine {
             q: self.at(Slot::Q),
             k: self.at(Slot::K),
             v: self.at(Slot::V),
-            layer: AttentionLayer {
-                q_gain,
-                k_gain,
-                k_pages: cache.keys.at(0),
-                v_pages: cache.values.as_ref().map_or(0, |b| b.at(0)),
-            },
+            layer: AttentionLayer { q_gain, k_gain, k_pages, v_pages },
             page_table: view.table,
             positions: view.positions,
             partial: self.work.partial.at(0),
@@ -356,11 +351,10 @@ impl Engine {
     /// Any number of new tokens: keys and values into the pages, then attention over them.
     fn prefill_attention(&mut self, middle: &[Step], part: &DecodePart, view: &View) -> Result<(), EngineError> {
         let Some(Step::Attend { layer, .. }) = middle.last() else { return Ok(()) };
-        let cache = self.cache(*layer);
         let h = part.heads;
         let (q_width, kv_width) = ((h.q * h.dim) as i32, (h.kv * h.dim) as i32);
         let (q_gain, k_gain, norm, eps) = self.head_norms(part);
-        let (k_pages, v_pages) = (cache.keys.at(0), cache.values.as_ref().map_or(0, |b| b.at(0)));
+        let (k_pages, v_pages) = self.cache(*layer).addresses();
         let append = AppendArgs {
             q: self.at(Slot::Q),
             k: self.at(Slot::K),

@@ -59,11 +59,10 @@ impl Engine {
             }
             Step::Attend { dst, q, layer, heads, window, .. } => {
                 self.append(step, view)?;
-                let cache = self.cache(*layer);
+                let (keys, values) = self.cache(*layer).addresses();
                 let (pages, dim) = (self.pages_of(view), heads.dim as i32);
-                let values = cache.values.as_ref().map_or(0, |b| b.at(0));
                 let (grid, window) = (launch::parts(heads.q, num_tok, 128), window.unwrap_or(0) as i32);
-                let (to, from, keys, kv) = (self.at(*dst), self.at(*q), cache.keys.at(0), heads.kv as i32);
+                let (to, from, kv) = (self.at(*dst), self.at(*q), heads.kv as i32);
                 k.plain_attend(grid, to, self.row(*dst), from, self.row(*q), keys, values, pages, kv, dim, heads.scale, window)?;
                 self.count_keys();
             }
@@ -141,10 +140,9 @@ impl Engine {
     /// Stores the keys and values of an attention step in their pages.
     pub(super) fn append(&self, step: &Step, view: &View) -> Result<(), CudaError> {
         let Step::Attend { k: key, v, layer, heads, .. } = step else { return Ok(()) };
-        let (cache, pages, dim) = (self.cache(*layer), self.pages_of(view), heads.dim as i32);
+        let ((keys, values), pages, dim) = (self.cache(*layer).addresses(), self.pages_of(view), heads.dim as i32);
         let grid = launch::parts(heads.kv, view.num_tok, 64);
-        let values = cache.values.as_ref().map_or(0, |b| b.at(0));
-        self.plain.plain_append(grid, cache.keys.at(0), self.at(*key), self.row(*key), pages, dim)?;
+        self.plain.plain_append(grid, keys, self.at(*key), self.row(*key), pages, dim)?;
         self.plain.plain_append(grid, values, self.at(*v), self.row(*v), pages, dim)
     }
 

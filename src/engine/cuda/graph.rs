@@ -384,13 +384,13 @@ impl Engine {
         if !self.decodes_fully(&view) {
             self.rotate(&view)?;
         }
-        let all = 0..self.groups.len();
+        let last = self.groups.len() - 1;
         if self.runs_whole(num_tok) {
-            self.group(all.start, &view)?;
+            self.group(0, &view)?;
             self.whole(&view)?;
-            self.group(all.end - 1, &view)?;
+            self.group(last, &view)?;
         } else {
-            all.into_iter().try_for_each(|i| self.group(i, &view).map(drop))?;
+            (0..=last).try_for_each(|i| self.group(i, &view).map(drop))?;
         }
         self.join()?;
         if choice == Choice::Drawn {

@@ -149,6 +149,11 @@ impl Cache {
         let pool = || Buffer::new(device, num_pages * bytes);
         Ok(Self { keys: pool()?, values: if values { Some(pool()?) } else { None } })
     }
+
+    /// Where keys and values are; null where there are no values.
+    fn addresses(&self) -> (u64, u64) {
+        (self.keys.at(0), self.values.as_ref().map_or(0, |b| b.at(0)))
+    }
 }
 
 impl Engine {

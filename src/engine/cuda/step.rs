@@ -181,10 +181,9 @@ impl WholeStep {
         };
         let data = |id: TensorId| store.matrix(id).data;
         let of = |ids: &LayerIds| {
-            let cache = &caches[ids.layer.0 as usize];
             let [q, k, v, o] = ids.products.each_ref().map(matrix);
             let (q_gain, k_gain) = ids.norms.map_or((0, 0), |(q, k)| (data(q), data(k)));
-            let (k_pages, v_pages) = (cache.keys.at(0), cache.values.as_ref().map_or(0, |b| b.at(0)));
+            let (k_pages, v_pages) = caches[ids.layer.0 as usize].addresses();
             StepLayer {
                 q,
                 k,
