@@ -9,7 +9,8 @@
 // needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 4] f32; counters [T Hk] ints at zero
 //
 // Launch attention_decode_d{Dh} where H / Hk <= 8, attention_decode_wide_d{Dh} else: grid (max_splits, Hk, T), 256 threads, shared
-//   max(8 * 2 * 16 * (Dh + 8) * 2, 8 * R * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4, R = 8, wide 16.
+//   max(8 * 2 * 16 * (Dh + 8) * 2, 8 * R * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 8 * Dh * 4 to a multiple of 128,
+//   R = 8, wide 16.
 // A block takes a run of pages, its eight warps every eighth page; runs are as many as give each warp a page, at most
 // max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products; where they are at
 // most eight, the other rows carry what bf16 leaves of queries and probabilities, so that only keys and values are rounded.
@@ -73,7 +74,7 @@ DEV void merge_share(const float* part, int split, int splits, int items, const 
     const uint4 x = load_v4_l2(row + d);
     const float own = load_f32_l2(row + DH), l = load_f32_l2(row + DH + 1), m = lane < splits ? own : -INFINITY_F;
     float v[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
-    const float total = merge_lanes(v, m, l);
+    const float total = merge_lanes(v, m, l, 32);
     if (lane == 0) store(h, d, make_float4(v[0], v[1], v[2], v[3]), total);
   }
 }
@@ -195,22 +196,16 @@ DEV void append_rows(const AppendArgs& a) {
     const bool is_q = h < a.H, is_v = h >= a.H + a.Hk;
     const int kv = is_v ? h - a.H - a.Hk : h - a.H;
     const float* from = is_q ? q_row + h * DH : is_v ? a.v + token * a.v_stride + kv * DH : k_row + kv * DH;
-    float gain[DH / 32];
-    if (a.norm && !is_v) load_gain<DH>(gain, is_q ? a.q_gain + (a.norm == 2 ? h * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0));
+    float gain[DH / 32], f[DH / 32];
+    if (a.norm && !is_v) load_own<DH / 32>(gain, is_q ? a.q_gain + (a.norm == 2 ? h * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0));
+    load_own<DH / 32>(f, from);
+    prepare_row<DH>(f, gain, is_q ? q_inv : k_inv, a, angle_sh, is_v, row_sh[warp]);
+    if (is_q) {
 #pragma unroll
-    for (int i = 0; i < DH / 32; i++) row_sh[warp][lane + 32 * i] = from[lane + 32 * i];
-    __syncwarp();
-    prepare_row<DH>(row_sh[warp], gain, is_q ? q_inv : k_inv, a, angle_sh, is_v);
-    bf16* to = (is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH;
-#pragma unroll
-    for (int i = 0; i < DH / 32; i++) {
-      const float x = row_sh[warp][lane + 32 * i];
-      if (is_q)
-        q_row[h * DH + lane + 32 * i] = x;
-      else
-        to[lane + 32 * i] = to_bf16(x);
+      for (int i = 0; i < DH / 32; i++) q_row[h * DH + lane * (DH / 32) + i] = f[i];
+    } else {
+      store_own<DH / 32>((is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH, f);
     }
-    __syncwarp();
   }
 }
 

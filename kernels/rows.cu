@@ -6,7 +6,6 @@
 // argmax_rows: token[t] = first index of the largest logit; grid (blocks, T), last block of a row finishes
 // needs widths % 8 == 0, 16-byte aligned rows
 #include "common/planes.cuh"
-#include "common/reduce.cuh"
 
 struct PlanesArgs {
   char* q;             // [T][groups][block]

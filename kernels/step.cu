@@ -13,11 +13,11 @@
 // Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
 // bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.
 // A value may be overwritten a layer later, since what leads there needs what each of its readers has made of it.
-// Eight warps compute; one copies what they multiply with into a ring of tiles, as far ahead as there is room. It also chooses the experts,
+// Eight warps compute; one, whose three neighbours only give up registers with it, copies what they multiply with into a ring of tiles, as far ahead as there is room. It also chooses the experts,
 // since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them.
 //
 // Instances step_{A}_{B}_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and at most the
-//   multiprocessors, 288 threads, shared = AttendShared::BYTES + 8 * 8 * 260 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
+//   multiprocessors, 384 threads, shared = AttendShared::BYTES + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
 //   of 2 * 16 rows and 16 groups of B, and of 16 rows of A
 // Floors: bytes of a layer's weights and keys at read bandwidth. Source: src/engine/cpu.
 #include "common/attend.cuh"
@@ -67,7 +67,6 @@ static const int TILES_AHEAD = 8;     // at most, a power of two
 static const int PLANE_GROUPS = 8;    // that a warp holds at a time
 static const int RED = 2048;          // floats of partial sums
 static const int SLICE = 16;          // groups of a tile
-static const u64 QUERY_NS = 2000;     // that queries take from block to block, while no copies should be in their way
 
 // A float with the last bit of this use.
 DEV u32 tagged(float x, u32 tag) { return __float_as_uint(without_tag(x)) | tag; }
@@ -80,18 +79,41 @@ DEV uint4 peek4(const float* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
+template <int E>
+DEV void peek(u32* v, const float* at) {
+  if constexpr (E == 4)
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(at) : "memory");
+  else
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(at) : "memory");
+}
 // The last bit is set where one of them is not of this use.
 DEV u32 wrong_tags(const uint4& v, u32 tag) { return (v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag); }
 DEV float4 floats(const uint4& v) { return make_float4(__uint_as_float(v.x & ~1u), __uint_as_float(v.y & ~1u), __uint_as_float(v.z & ~1u), __uint_as_float(v.w & ~1u)); }
 // What something came from that this block has taken.
 DEV float known(const float* at) { return without_tag(load_f32_l2(at)); }
 // Takers are whole warps, which read until all lanes that `want` have what they wait for: lanes that read by themselves would each ask apart.
-DEV float4 take4(const float* at, u32 tag, bool want) {
-  uint4 v = make_uint4(tag, tag, tag, tag);
+// A lane's E elements of N rows
+template <int N, int E>
+DEV void take_rows(float (*f)[E], const float* const* row, u32 tag, const bool* want) {
+  u32 v[N][E], wrong;
+#pragma unroll
+  for (int j = 0; j < N; j++)
+#pragma unroll
+    for (int i = 0; i < E; i++) v[j][i] = tag;
   do {
-    if (want) v = peek4(at);
-  } while (__any_sync(0xffffffffu, wrong_tags(v, tag) & 1));
-  return floats(v);
+    wrong = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      if (want[j]) peek<E>(v[j], row[j] + (threadIdx.x & 31) * E);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+      for (int i = 0; i < E; i++) wrong |= v[j][i] ^ tag;
+  } while (__any_sync(0xffffffffu, wrong & 1));
+#pragma unroll
+  for (int j = 0; j < N; j++)
+#pragma unroll
+    for (int i = 0; i < E; i++) f[j][i] = __uint_as_float(v[j][i] & ~1u);
 }
 // N runs of eight floats, zeros where not wanted
 template <int N>
@@ -155,11 +177,14 @@ DEV void compute_barrier() {
 }
 static_assert(COMPUTE == WARPS, "all warps that compute attend");
 struct Together {
-  static const bool WHOLE_NORM = false, ANGLES = false;
+  static const bool WHOLE_NORM = false, ANGLES = false, ASKED = true;
   u32 tag;
   DEV void wait() const {}
   DEV void sync() const { compute_barrier(); }
-  DEV float4 load4(const float* p, bool want) const { return take4(p, tag, want); }
+  template <int N, int E>
+  DEV void load(float (*f)[E], const float* const* row, const bool* want) const {
+    take_rows<N, E>(f, row, tag, want);
+  }
 };
 
 // How far a warp has come: tiles of the ring, halves of the sums, tiles of the experts' second half. In shared memory, since attention needs all
@@ -167,7 +192,7 @@ struct Together {
 struct Progress {
   int tile, turn, downs;
 };
-struct __align__(16) StepShared {
+struct __align__(128) StepShared {  // so that what follows begins with a whole line, as copies want it
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
   u64 down_full, down_empty, table_full, layer_full;
@@ -176,10 +201,11 @@ struct __align__(16) StepShared {
   int size[TILES_AHEAD];  // what of the ring it takes
   float square[32];
   float angle[128];
-  Progress progress[COMPUTE + 1];
+  Progress progress[COMPUTE + 4];
   float gate[32];
   int id[32];
   PageRun run;            // of this block's unit of attention
+  int entry[COMPUTE];     // of the page table, of each warp's first page
   u32 first;              // use of the first layer
   int kv, split, splits;  // split below zero: it has none
 };
@@ -233,30 +259,62 @@ struct Front {
   }
 };
 
-// Sixteen rows times N groups, `stride` apart in the tile and one after the other in the planes: sums of rows g and g + 8 of each, of lanes with t = 0.
-template <int BITS, int N>
-DEV void multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh, int groups, int at, int stride, const char* x_sh, const float* sx_sh) {
+DEV void mma_u8_s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Sixteen rows times two groups, neighbours in the tile and in the planes: sums of rows g and g + 8 of each. Returns whether this lane has them.
+//
+// Four-bit codes are taken as they are, without sign, the upper ones times sixteen as all are in the sums, from which the total then goes.
+// Rows are a multiple of 128 bytes apart unless they have an odd number of four-bit groups. Every other row then begins with its second 64
+// bytes, so that eight rows take all banks; columns 2 and 3 have the activations in that order, as 0 and 1 have them in the other.
+template <int BITS>
+DEV bool multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh, int groups, int at, const char* x_sh, const float* sx_sh, const int* total_sh) {
   typedef Form<BITS, 128> F;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, row_bytes = groups * F::ROW_BYTES;
-  const float unit = BITS == 4 ? 0.0625f : 1.f;
+  const int lane = thread_anew() & 31, g = lane >> 2, t = lane & 3, row_bytes = groups * F::ROW_BYTES;
+  const int crossed = row_bytes % 128 == 0, row = g & crossed, column = g >> 1 & crossed;
+  const char *from = codes_sh + g * row_bytes + at * F::ROW_BYTES + t * 16, *x_from = x_sh + (g & 1) * 64 + t * 16;
+  const int run[2] = {row * 64, (row ^ 1) * 64};
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    const int k = at + n * stride;
-    uint4 lo[F::PIECES], hi[F::PIECES], x[1][2];
+  for (int n = 0; n < 2; n++) {
+    const int k = BITS == 4 ? n ^ row : n;
+    int c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, y[2];
+    if (BITS == 4) {
+      const uint4 lo = *(const uint4*)(from + run[n]), hi = *(const uint4*)(from + 8 * row_bytes + run[n]);
 #pragma unroll
-    for (int p = 0; p < F::PIECES; p++) {
-      const char* from = codes_sh + g * row_bytes + k * F::ROW_BYTES + p * 64 + t * 16;
-      lo[p] = *(const uint4*)from, hi[p] = *(const uint4*)(from + 8 * row_bytes);
+      for (int i = 0; i < 2; i++) {
+        const uint4 x = *(const uint4*)(x_from + (n ^ column) * 256 + i * 128);
+        const u32 a[4] = {word_at(lo, 2 * i), word_at(hi, 2 * i), word_at(lo, 2 * i + 1), word_at(hi, 2 * i + 1)}, low = 0x0f0f0f0fu;
+        mma_u8_s8(c[0], a[0] & low, a[1] & low, a[2] & low, a[3] & low, x.x, x.z);
+        mma_u8_s8(c[1], a[0] & ~low, a[1] & ~low, a[2] & ~low, a[3] & ~low, x.y, x.w);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) y[r] = (c[0][2 * r] * 256 + c[0][2 * r + 1]) * 16 + c[1][2 * r] * 256 + (c[1][2 * r + 1] - total_sh[k]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const char* p = from + n * 128 + run[i];
+        const uint4 lo = *(const uint4*)p, hi = *(const uint4*)(p + 8 * row_bytes), x = *(const uint4*)(x_from + n * 256 + (i ^ column) * 128);
+        const u32 sign = 0x80808080u, a[2][4] = {{lo.x ^ sign, hi.x ^ sign, lo.y ^ sign, hi.y ^ sign}, {lo.z ^ sign, hi.z ^ sign, lo.w ^ sign, hi.w ^ sign}};
+        mma_s8(c[0], a[0], x.x, x.y);
+        mma_s8(c[1], a[1], x.z, x.w);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) y[r] = (c[0][2 * r] + c[1][2 * r]) * 256 + c[0][2 * r + 1] + c[1][2 * r + 1];
     }
+    const float unit = BITS == 4 ? 0.0625f : 1.f;
 #pragma unroll
-    for (int i = 0; i < 2; i++) x[0][i] = *(const uint4*)(x_sh + n * 256 + (g & 1) * 64 + t * 16 + i * 128);
-    u32 m[1][F::MMAS][4];
-    unpack<BITS>(m[0], lo, hi);
-    RowScales<1> s;
-    s.lo[0] = unit * to_f32(scales_sh[g * groups + k]), s.hi[0] = unit * to_f32(scales_sh[(g + 8) * groups + k]);
-    float* to = sums[n];
-    group_products<BITS, 1, 1, 1>(&to, 0, m, &s, x, sx_sh + n);
+    for (int r = 0; r < 2; r++) sums[n][r] = __fmul_rn(unit * to_f32(scales_sh[(g + 8 * r) * groups + at + k]) * sx_sh[k], (float)y[r]);
   }
+  if (BITS == 4 && row) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float first = sums[1][r];
+      sums[1][r] = sums[0][r], sums[0][r] = first;
+    }
+  }
+  return t == row;
 }
 
 // Sums of groups as SEGMENTS warps leave them that split k: each its own in order, then one after the other. Fewer groups than segments, or a
@@ -289,15 +347,16 @@ struct Step {
     tile = turn = downs = 0;
   }
 
-  // Shared memory: a unit of attention, planes of each warp and their scales, sums, addresses of experts, the ring.
+  // Shared memory: a unit of attention, planes of each warp, their scales and totals, sums, addresses of experts, the ring.
   DEV char* unit() const {
     extern __shared__ uint4 step_sh[];
     return (char*)step_sh;
   }
   DEV char* planes() const { return unit() + Unit::BYTES + warp * PLANE_GROUPS * 256; }
   DEV float* plane_scales() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 256) + warp * PLANE_GROUPS; }
-  DEV float* sums() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 260) + turn * RED; }
-  DEV u64* table() const { return (u64*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 260 + 8 * RED); }
+  DEV int* plane_totals() const { return (int*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 260) + warp * PLANE_GROUPS; }
+  DEV float* sums() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 264) + turn * RED; }
+  DEV u64* table() const { return (u64*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 264 + 8 * RED); }
   DEV char* ring() const { return (char*)(table() + 6 * 128); }
 
   // A block reads what all others must wait with overwriting only where it has a share of what follows.
@@ -315,8 +374,8 @@ struct Step {
     tile++;
   }
 
-  // Of each slice of a row this warp has groups `warp` and `warp + 8`, a half of it one of them, a lane eight elements.
-  DEV int group(int slice) const { return slice * SLICE + warp + (lane >> 4) * COMPUTE; }
+  // Of each slice of a row this warp has groups `2 warp` and `2 warp + 1`, a half of it one of them, a lane eight elements.
+  DEV int group(int slice) const { return slice * SLICE + 2 * warp + (lane >> 4); }
   DEV int element(int slice) const { return group(slice) * 128 + (lane & 15) * 8; }
   // They times a gain (or null), with squares of groups; planes follow.
   DEV void take_row(float (*f)[8], const float* from, const float* gain, int groups, u32 tag) {
@@ -345,7 +404,7 @@ struct Step {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (j * SLICE >= groups) break;
-      make_block<BITS>(planes() + (2 * j + (lane >> 4)) * 256, plane_scales() + 2 * j + (lane >> 4), lane & 15, f[j], group(j) < groups);
+      make_block<BITS>(planes() + (2 * j + (lane >> 4)) * 256, plane_scales() + 2 * j + (lane >> 4), lane & 15, f[j], group(j) < groups, BITS == 4 ? plane_totals() + 2 * j + (lane >> 4) : 0);
     }
     __syncwarp();
   }
@@ -367,14 +426,15 @@ struct Step {
           const int here = min_int(SLICE, groups - slice * SLICE);
           const char* codes_sh = wait_tile();
           const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * here * Form<BITS, 128>::ROW_BYTES);
-          float* to = part + (n * groups + slice * SLICE + warp) * ROWS + (lane >> 2);
+          float* to = part + (n * groups + slice * SLICE + 2 * warp) * ROWS + (lane >> 2);
           // past the last group lie other bytes, and sums that nobody keeps
 #pragma unroll 1
           for (int half = 0; half < ROWS; half += 16) {
-            float sums[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
-            multiply<BITS, 2>(sums, codes_sh + half * here * Form<BITS, 128>::ROW_BYTES, scales_sh + half * here, here, warp, COMPUTE, planes() + slice * 512, plane_scales() + slice * 2);
-            if ((lane & 3) == 0 && warp < here) to[half] = sums[0][0], to[half + 8] = sums[0][1];
-            if ((lane & 3) == 0 && warp + COMPUTE < here) to[half + COMPUTE * ROWS] = sums[1][0], to[half + COMPUTE * ROWS + 8] = sums[1][1];
+            float sums[2][2];
+            const bool mine = multiply<BITS>(sums, codes_sh + half * here * Form<BITS, 128>::ROW_BYTES, scales_sh + half * here, here, 2 * warp, planes() + slice * 512, plane_scales() + slice * 2, plane_totals() + slice * 2);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+              if (mine && 2 * warp + i < here) to[i * ROWS + half] = sums[i][0], to[i * ROWS + half + 8] = sums[i][1];
           }
           leave_tile();
         }
@@ -415,12 +475,12 @@ struct Step {
     const u32 tag = use & 1;
     const int group = a.attention.H / a.attention.Hk, stride = DH + 2, splits = sh.splits;
     if (sh.split >= 0) {
-      const int kv = sh.kv, split = sh.split;
-      attend_run<DH, false>(a.attention, y.cache, unit(), sh.angle, Together{tag}, 0, kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
+      const int split = sh.split;
+      attend_run<DH, false>(a.attention, y.cache, unit(), sh.angle, Together{tag}, 0, sh.kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
         if (splits == 1) {
-          post4(a.attention.out + (kv * group + h) * DH + d, merged(v, total), tag);
+          post4(a.attention.out + (sh.kv * group + h) * DH + d, merged(v, total), tag);
         } else {
-          u64* to = a.partial + (((u64)kv * a.attention.max_splits + split) * 16 + h) * stride;
+          u64* to = a.partial + (((u64)sh.kv * a.attention.max_splits + split) * 16 + h) * stride;
           post_pair(to + d, v.x, v.y, use), post_pair(to + d + 2, v.z, v.w, use);
           if (d == 0) post_pair(to + DH, best, total, use);
         }
@@ -438,7 +498,7 @@ struct Step {
       float v[6];
       const u64* const at[3] = {row + d, row + d + 2, row + DH};
       take_pairs((float(*)[2])v, at, use);
-      const float total = merge_lanes(v, lane < splits ? v[4] : -INFINITY_F, v[5]);
+      const float total = merge_lanes(v, lane < splits ? v[4] : -INFINITY_F, v[5], splits > 8 ? 32 : 8);
       if (lane == 0) post4(a.attention.out + head * DH + d, merged(make_float4(v[0], v[1], v[2], v[3]), total), tag);
     }
   }
@@ -502,6 +562,7 @@ struct Step {
 #pragma unroll 1
       for (int rank = team; rank < K; rank += teams) {
         float all[2][2] = {{0.f, 0.f}, {0.f, 0.f}};  // [sixteen rows]
+        bool mine = false;
         const char* codes_sh = unit() + rank * ROWS * groups * (Form<B, 128>::ROW_BYTES + 2);
         const bf16* scales_sh = (const bf16*)(codes_sh + ROWS / 16 * code_bytes);
 #pragma unroll 1
@@ -521,7 +582,7 @@ struct Step {
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             if (j >= passes) break;
-            make_block<B>(planes() + (2 * j + half) * 256, plane_scales() + 2 * j + half, lane & 15, f[j], true);
+            make_block<B>(planes() + (2 * j + half) * 256, plane_scales() + 2 * j + half, lane & 15, f[j], true, B == 4 ? plane_totals() + 2 * j + half : 0);
           }
           __syncwarp();
           if (!arrived) barrier_wait(&sh.down_full, downs & 1), arrived = true;
@@ -530,10 +591,10 @@ struct Step {
             if (i * 16 >= ROWS) break;
 #pragma unroll 1
             for (int j = 0; j < passes; j++) {
-              float sums[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+              float sums[2][2];
               const int k = first + 2 * j;
               // of the group behind an odd last one nothing is kept
-              multiply<B, 2>(sums, codes_sh + i * code_bytes, scales_sh + i * 16 * groups, groups, k, 1, planes() + 2 * j * 256, plane_scales() + 2 * j);
+              mine = multiply<B>(sums, codes_sh + i * code_bytes, scales_sh + i * 16 * groups, groups, k, planes() + 2 * j * 256, plane_scales() + 2 * j, plane_totals() + 2 * j);
 #pragma unroll
               for (int r = 0; r < 2; r++) {
                 all[i][r] += sums[0][r];
@@ -543,7 +604,7 @@ struct Step {
           }
           __syncwarp();
         }
-        if ((lane & 3) == 0) {
+        if (mine) {
           float* to = sums() + (rank * split + part) * ROWS + (lane >> 2);
           to[0] = all[0][0], to[8] = all[0][1];
           if (ROWS > 16) to[16] = all[1][0], to[24] = all[1][1];
@@ -578,13 +639,17 @@ struct Step {
   DEV void compute(u32 use) {
     for (int row = blockIdx.x * 32 * COMPUTE + threadIdx.x; row < a.D; row += gridDim.x * 32 * COMPUTE) post(a.x_box + row, a.x[row], use & 1 ^ 1);
     load_angles(sh.angle, a.attention, *a.attention.positions, threadIdx.x, 32 * COMPUTE);
+    if (sh.split >= 0 && lane == 0 && sh.run.page_begin + warp < sh.run.page_end) sh.entry[warp] = sh.run.table[sh.run.page_begin + warp];
     compute_barrier();
 #pragma unroll 1
     for (int part = 0; part < 2 * a.num_layers; part++) {
       const int layer = part >> 1;
       const bool last = part & 1;
-      if (!last) barrier_wait(&sh.layer_full, layer & 1);
       const StepLayer& y = sh.layer[layer & 1];
+      if (!last) {
+        barrier_wait(&sh.layer_full, layer & 1);
+        if (sh.split >= 0 && sh.run.page_begin + warp < sh.run.page_end) ask_first_page<DH>(a.attention, y.cache, unit(), sh.kv, sh.entry[warp]);
+      }
       if (last) {
         if (threadIdx.x == 0) barrier_arrive(&sh.projected);
         attend(y, sh.first + layer);
@@ -622,11 +687,7 @@ struct Step {
 #pragma unroll 1
       for (int last = 0; last < 2; last++) {
         const int groups = projected_groups(last);
-        if (last) {
-          barrier_wait(&sh.projected, layer & 1);
-          for (const u64 since = global_time(); global_time() - since < QUERY_NS;) {
-          }
-        }
+        if (last) barrier_wait(&sh.projected, layer & 1);
 #pragma unroll 1
         for (int t = blockIdx.x; t < projected_tiles(last); t += gridDim.x) {
           int row;
@@ -691,16 +752,19 @@ DEV void step(const StepArgs& a) {
   Step<A, B, DH> s(a, sh);
   if (threadIdx.x == 0) s.begin(use);
   __syncthreads();
-  if (s.warp == COMPUTE)
-    s.copy(use);
-  else
+  if (s.warp >= COMPUTE) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+    if (s.warp == COMPUTE) s.copy(use);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
     s.compute(use);
+  }
   __syncthreads();
-  if (threadIdx.x == 0) a.uses[blockIdx.x] = use - 1 + a.num_layers;
+  if (thread_anew() == 0) a.uses[blockIdx.x] += a.num_layers;
 }
 
 #define STEP(NAME, A, B, DH) \
-  extern "C" __global__ void __launch_bounds__(32 * (COMPUTE + 1), 1) step_##NAME##_d##DH(const __grid_constant__ StepArgs a) { step<A, B, DH>(a); }
+  extern "C" __global__ void __launch_bounds__(32 * (COMPUTE + 4), 1) step_##NAME##_d##DH(const __grid_constant__ StepArgs a) { step<A, B, DH>(a); }
 #if !defined(ONE_FORM) || defined(FORM_w8_w4)
 STEP(w8_w4, 8, 4, 64)
 STEP(w8_w4, 8, 4, 128)

@@ -426,7 +426,7 @@ static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slot
   if (!variant) {
     const int tile = first ? 32 : 64, tiles = (a.rows + (first ? 15 : 63)) / (first ? 16 : 64), works = tiles * max_slots;
     a.columns = std::min(std::min(4, a.T), cols_most);
-    const size_t stage = (size_t)tile * (a.inner * bits / 8 + 2 * scales_of(bits, G, a.inner)) + 64 + (size_t)a.columns * (groups * (bits == 16 ? 512 : 256) + (groups + 3) / 4 * 16);
+    const size_t stage = whole_lines(whole_lines(whole_lines(tile * (a.inner * bits / 8) + 64) + tile * 2 * scales_of(bits, G, a.inner)) + a.columns * (groups * (bits == 16 ? 512 : 256) + (groups + 3) / 4 * 16));
     const size_t table = a.direct.logits ? 48ull * a.direct.rule.E : 0;
     const int each = (works + num_sm - 1) / num_sm;
     auto shared = [&](int teams, int stages) { return stages * stage + (first ? 4ull * 2 * teams * 4 * 4 * (tile + 8) : 0) + table; };
@@ -453,14 +453,15 @@ static bool run_down(DownArgs a, int bits, int G) {
   a.chunk = (groups + wanted - 1) / wanted;
   const int chunks = (groups + a.chunk - 1) / a.chunk;
   a.split = 1;
-  while (a.split < 8 && a.chunk > 6 * a.split) a.split *= 2;
-  const int teams = 8 / a.split;
-  const size_t stage = (16ull * std::min(16 * a.chunk * bits, row) + 64 + 32ull * scales + 15) / 16 * 16;
+  while (a.split < 4 && a.chunk > 6 * a.split) a.split *= 2;
+  if (a.chunk > 6 * a.split) a.split = 16;
+  const int warps = std::max(8, a.split), teams = warps / a.split;
+  const size_t stage = whole_lines(whole_lines(16 * std::min(16 * a.chunk * bits, row) + 64) + 32 * scales);
   const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
   const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
   for (a.stages = most; a.stages >= teams && a.stages * stage + rest + 4096 > MOST_SHARED;) a.stages -= teams;
   if (a.stages < teams) return false;
-  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 288, a.stages * stage + rest, a);
+  launch(expert_kernel(format_row(bits, G, a.F), 4), dim3(std::min(tiles, num_sm)), 32 * (warps + 1), a.stages * stage + rest, a);
   return true;
 }
 
@@ -619,7 +620,7 @@ static void check_router_and_experts() {
 }
 
 // ----------------------------------------------------------------------------------------------------------------- attention
-static size_t attention_shared(int Dh, int heads) { return std::max(8 * 2 * 16 * (Dh + 8) * 2, 8 * heads * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 18 * Dh * 4; }
+static size_t attention_shared(int Dh, int heads) { return std::max(8 * 2 * 16 * (Dh + 8) * 2, 8 * heads * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 8 * Dh * 4 + 127; }
 static void run_attention(const AttentionArgs& a, int Dh, int T) {
 #define ATTENTIONS(D) {(const void*)attention_decode_d##D, (const void*)attention_decode_wide_d##D}
   static const void* table[4][2] = {ATTENTIONS(32), ATTENTIONS(64), ATTENTIONS(96), ATTENTIONS(128)};
@@ -912,11 +913,11 @@ static Whole whole(const Model& m, const Buffers& b, int grid) {
   a.num_layers = s.L, a.D = s.D, a.F = s.F, a.eps = a.moe_eps = 1e-6f, a.scale = a.moe_scale = 0.1f;
   a.split = groups > 6 ? 2 : 1, a.down_rows = s.D / 16 > grid ? 32 : 16;
   a.rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
-  const size_t fixed = AttendShared<128, false>::BYTES + 8 * 8 * 260 + 8 * RED + 48 * 128;
+  const size_t fixed = AttendShared<128, false>::BYTES + 8 * 8 * 264 + 8 * RED + 48 * 128;
   a.ring = (int)((227 * 1024 - fixed - 2048) / 128 * 128);
   return {a, fixed + a.ring};
 }
-static void run_whole(const Whole& w, int grid) { launch((const void*)step_w8_w4_d128, dim3(grid), 288, w.shared, w.a, true); }
+static void run_whole(const Whole& w, int grid) { launch((const void*)step_w8_w4_d128, dim3(grid), 384, w.shared, w.a, true); }
 // Both from the same x, bit by bit, after any number of layers; then times.
 static void check_whole(Model& m, int grid) {
   Buffers b;

@@ -39,26 +39,71 @@ struct AttentionArgs {
   int together;      // all blocks of the grid are resident at a time
 };
 
+// The run of pages of one of `splits` blocks.
+struct PageRun {
+  int position, begin, last_page, page_begin, page_end;
+  const int* table;
+};
+// The E elements of a row that a lane has, which follow each other.
+template <int E>
+DEV void load_own(float* f, const float* row) {
+  const float* at = row + (threadIdx.x & 31) * E;
+  if constexpr (E % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < E; i += 4) *(float4*)(f + i) = *(const float4*)(at + i);
+  } else if constexpr (E == 2) {
+    *(float2*)f = *(const float2*)at;
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i++) f[i] = at[i];
+  }
+}
+
 // What differs between the two: how threads wait, for the projections and for each other, and how they read what these left.
 struct Alone {
-  static const bool WHOLE_NORM = true, ANGLES = true;  // norms of whole rows may be asked for; angles are not there yet
+  // norms of whole rows may be asked for; angles are not there yet; nothing was asked for
+  static const bool WHOLE_NORM = true, ANGLES = true, ASKED = false;
   float* scratch_sh;
   DEV void wait() const {
     dependency_wait();
     dependents_launch();
   }
   DEV void sync() const { __syncthreads(); }
-  DEV float4 load4(const float* p, bool want) const { return want ? *(const float4*)p : make_float4(0.f, 0.f, 0.f, 0.f); }
+  template <int N, int E>
+  DEV void load(float (*f)[E], const float* const* row, const bool* want) const {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      if (want[j]) load_own<E>(f[j], row[j]);
+  }
 };
 
 // Shared memory of a unit: pages [8][2][16][DH + 8] bf16 and in their place sums [8][HEADS][DH + 4] f32; queries, the new key and value
-// [18][DH + 8] bf16; the same in f32 [18][DH].
+// [18][DH + 8] bf16; a row of each warp [8][DH] f32.
 template <int DH, bool WIDE>
 struct AttendShared {
   static const int HEADS = WIDE ? 16 : 8, ROW = DH + 8;
   static const int V_BYTES = WARPS * 2 * 16 * ROW * 2, MERGE_BYTES = WARPS * HEADS * (DH + 4) * 4;
-  static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = ROWS_AT + 18 * DH * 4;
+  static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = (ROWS_AT + WARPS * DH * 4 + 127) / 128 * 128;
 };
+
+// The keys or values of a page and head, [16][DH], asked for by a warp: rows DH + 8 apart.
+template <int DH>
+DEV void ask_rows(bf16* to_sh, const bf16* from) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
+    const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
+    copy_async_16(to_sh + r * (DH + 8) + col * 8, from + r * DH + col * 8);
+  }
+}
+// A warp's first page, by its entry in the table, before attend_run: values into the first of its buffers, keys into the second.
+template <int DH>
+DEV void ask_first_page(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, int kv, int entry) {
+  bf16* to_sh = (bf16*)unit_sh + (threadIdx.x >> 5) * 2 * 16 * (DH + 8);
+  const size_t at = ((size_t)entry * a.Hk + kv) * PAGE * DH;
+  ask_rows<DH>(to_sh, y.v_pages + at), ask_rows<DH>(to_sh + 16 * (DH + 8), y.k_pages + at);
+  copy_async_commit();
+}
 
 // cosines, then sines, of a row of their tables
 template <class Args>
@@ -71,28 +116,33 @@ DEV void rotate(float& x, float& y, float c, float s) {
   const float was = x;
   x = fmaf(was, c, -__fmul_rn(y, s)), y = fmaf(y, c, __fmul_rn(was, s));
 }
-// norm, clip, rotation of one head in shared memory, by one warp; angle_sh: cosines, then sines; gain: a lane's own, every 32nd
+// norm, clip, rotation of one head, of which each lane has elements that follow each other, by one warp; angle_sh: cosines, then sines; row_sh: [DH]
 template <int DH, class Args>
-DEV void prepare_row(float* row_sh, const float* gain, float inv, const Args& a, const float* angle_sh, bool is_value) {
-  const int lane = threadIdx.x & 31, half = a.rope_dim / 2;
-  float f[DH / 32], sum = 0.f;
+DEV void prepare_row(float* f, const float* gain, float inv, const Args& a, const float* angle_sh, bool is_value, float* row_sh) {
+  const int E = DH / 32, lane = threadIdx.x & 31, half = a.rope_dim / 2;
+  float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < DH / 32; i++) f[i] = row_sh[lane + 32 * i], sum = fmaf(f[i], f[i], sum);
+  for (int i = 0; i < E; i++) sum = fmaf(f[i], f[i], sum);
   if (a.norm == 1) inv = rsqrtf(fmaf(warp_sum(sum), 1.f / DH, a.eps));
 #pragma unroll
-  for (int i = 0; i < DH / 32; i++) {
+  for (int i = 0; i < E; i++) {
     if (a.norm && !is_value) f[i] *= inv * gain[i];
     f[i] = fminf(fmaxf(f[i], -a.clip), a.clip);
   }
-  if (!is_value && DH >= 64 && a.rope_dim == DH && !a.interleaved) {
+  if (is_value) return;
+  if (a.rope_dim == DH && !a.interleaved) {
+    // the other half is sixteen lanes away
+    const float *cosine = angle_sh + (lane & 15) * E, *sine = cosine + half, sign = lane < 16 ? -1.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < DH / 64; i++) rotate(f[i], f[i + DH / 64], angle_sh[lane + 32 * i], angle_sh[half + lane + 32 * i]);
-    is_value = true;
+    for (int i = 0; i < E; i++) {
+      const float other = __shfl_xor_sync(0xffffffffu, f[i], 16);
+      f[i] = fmaf(f[i], cosine[i], __fmul_rn(other, sign * sine[i]));
+    }
+    return;
   }
 #pragma unroll
-  for (int i = 0; i < DH / 32; i++) row_sh[lane + 32 * i] = f[i];
+  for (int i = 0; i < E; i++) row_sh[lane * E + i] = f[i];
   __syncwarp();
-  if (is_value) return;
 #pragma unroll 1
   for (int i = lane; i < half; i += 32) {
     const int p = a.interleaved ? 2 * i : i, q = a.interleaved ? 2 * i + 1 : i + half;
@@ -101,11 +151,22 @@ DEV void prepare_row(float* row_sh, const float* gain, float inv, const Args& a,
     row_sh[p] = x, row_sh[q] = y;
   }
   __syncwarp();
-}
-template <int DH>
-DEV void load_gain(float* gain, const float* from) {
 #pragma unroll
-  for (int i = 0; i < DH / 32; i++) gain[i] = from[(threadIdx.x & 31) + 32 * i];
+  for (int i = 0; i < E; i++) f[i] = row_sh[lane * E + i];
+  __syncwarp();
+}
+// A lane's elements of a row as bf16.
+template <int E>
+DEV void store_own(bf16* row, const float* f) {
+  bf16* at = row + (threadIdx.x & 31) * E;
+  if constexpr (E == 4) {
+    *(uint2*)at = make_uint2(bf16_pair(f[0], f[1]), bf16_pair(f[2], f[3]));
+  } else if constexpr (E == 2) {
+    *(u32*)at = bf16_pair(f[0], f[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i++) at[i] = to_bf16(f[i]);
+  }
 }
 // 1 / rms of a whole row, by a block
 DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
@@ -115,11 +176,6 @@ DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
   return rsqrtf(block_sum(sum, scratch_sh) / n + eps);
 }
 
-// The run of pages of one of `splits` blocks.
-struct PageRun {
-  int position, begin, last_page, page_begin, page_end;
-  const int* table;
-};
 // Of the pages of a sequence those of block `split`; runs are as many as give each of a block's pages in turn one, at most max_splits. False
 // where there is none for it.
 DEV bool find_run(PageRun& run, int window, int split, int max_splits, int& splits) {
@@ -135,13 +191,14 @@ DEV float4 merged(const float4& v, float total) {
   const float f = 1.f / total;
   return make_float4(without_tag(v.x * f), without_tag(v.y * f), without_tag(v.z * f), without_tag(v.w * f));
 }
-// Partial results of four elements, a lane a split: their weighted sum in v, and the sum of weights.
-DEV float merge_lanes(float* v, float m, float l) {
+// Partial results of four elements, a lane a split: their weighted sum in v, and the sum of weights, in lane 0; `lanes`, a power of two, are not
+// all -infinity.
+DEV float merge_lanes(float* v, float m, float l, int lanes) {
   const float f = exp2_fast(m - warp_max(m)), total = warp_sum(__fmul_rn(f, l));
 #pragma unroll
   for (int j = 0; j < 4; j++) v[j] = __fmul_rn(f, v[j]);
 #pragma unroll 1
-  for (int by = 16; by; by >>= 1)
+  for (int by = lanes / 2; by; by >>= 1)
 #pragma unroll
     for (int j = 0; j < 4; j++) v[j] += __shfl_xor_sync(0xffffffffu, v[j], by);
   return total;
@@ -150,38 +207,33 @@ DEV float merge_lanes(float* v, float m, float l) {
 // One key head of one sequence over a run of pages, by eight warps, a page each at a time.
 // store(h, d, v, top, sum): four elements of a head, their weights' maximum and sum.
 template <int DH, bool WIDE, class Side, class Store>
-DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, float* angle_sh, const Side& side, int seq, int kv, const PageRun& run, bool newest, const Store& store) {
+DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, float* angle_sh, const Side& side, int seq, const int& kv, const PageRun& run, bool newest, const Store& store) {
   typedef AttendShared<DH, WIDE> Sh;
-  const int ROW = Sh::ROW, BLOCKS = DH / 32, TILES = DH / 8, HEADS = Sh::HEADS, SUMS = WIDE ? 2 : 1, THREADS = 32 * WARPS;
+  const int ROW = Sh::ROW, BLOCKS = DH / 32, TILES = DH / 8, HEADS = Sh::HEADS, SUMS = WIDE ? 2 : 1, THREADS = 32 * WARPS, E = DH / 32;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, group = a.H / a.Hk;
   bf16* v_sh = (bf16*)unit_sh + warp * 2 * 16 * ROW;  // [2][16][ROW] a warp
   float* merge_sh = (float*)unit_sh;                    // [WARPS][HEADS][DH + 4], after the pages
   bf16* q_sh = (bf16*)(unit_sh + Sh::Q_AT);             // [16][ROW], then the new key and value
-  float* row_sh = (float*)(unit_sh + Sh::ROWS_AT);      // [18][DH], f32 of the same
+  float* row_sh = (float*)(unit_sh + Sh::ROWS_AT) + warp * DH;
   const int position = run.position, last_page = run.last_page;
   uint4 key[2][BLOCKS];
   int page = run.page_begin + warp, buffer = 0;
-  // asks for a page: values into shared memory, keys into registers
-  auto request = [&](int next, int to) {
-    const size_t at = ((size_t)run.table[next] * a.Hk + kv) * PAGE * DH;
-    bf16* v_next = v_sh + to * 16 * ROW;
-#pragma unroll
-    for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
-      const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
-      copy_async_16(v_next + r * ROW + col * 8, y.v_pages + at + r * DH + col * 8);
-    }
+  // asks for a page by its entry in the table: values into shared memory, keys into registers
+  auto request = [&](int entry, int to) {
+    const size_t at = ((size_t)entry * a.Hk + kv) * PAGE * DH;
+    ask_rows<DH>(v_sh + to * 16 * ROW, y.v_pages + at);
     copy_async_commit();
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(y.k_pages + at + (g + 8 * i) * DH + b * 32 + t * 8);
   };
-  if (page < run.page_end) request(page, 0);
+  if (!Side::ASKED && page < run.page_end) request(run.table[page], 0);
 
-  // everything about q
+  // everything about q: a warp has a head or two, the first two also the new key and value
   if (Side::ANGLES) load_angles(angle_sh, a, position, thread, THREADS);
-  float q_gain[DH / 32], k_gain[DH / 32];
-  if (a.norm == 1) load_gain<DH>(q_gain, y.q_gain), load_gain<DH>(k_gain, y.k_gain);
+  float q_gain[E], k_gain[E];
+  if (a.norm == 1) load_own<E>(q_gain, y.q_gain), load_own<E>(k_gain, y.k_gain);
   side.wait();
   const float *q_row = a.q + (size_t)seq * a.q_stride, *k_row = a.k + (size_t)seq * a.k_stride;
   float q_inv = 1.f, k_inv = 1.f;
@@ -190,34 +242,40 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
       q_inv = whole_inverse(q_row, a.H * DH, a.eps, side.scratch_sh);
       k_inv = whole_inverse(k_row, a.Hk * DH, a.eps, side.scratch_sh);
     }
-#pragma unroll 1
-  for (int i = thread * 4; i - lane * 4 < group * DH; i += THREADS * 4) {
-    const float4 x = side.load4(q_row + kv * group * DH + i, i < group * DH);
-    if (i < group * DH) *(float4*)(row_sh + i) = x;
-  }
-  if (newest && warp < 2) {
-    const float4 x = side.load4((warp == 0 ? k_row : a.v + (size_t)seq * a.v_stride) + kv * DH + lane * 4, lane * 4 < DH);
-    if (lane * 4 < DH) *(float4*)(row_sh + (16 + warp) * DH + lane * 4) = x;
-  }
-  side.sync();
-  const int rows = newest ? 18 : 16;
-#pragma unroll 1
-  for (int h = warp; h < rows; h += WARPS) {
-    if (!WIDE && h >= 8 && h < 16) continue;
-    float* row = row_sh + h * DH;
-    const bool used = h < group || h >= 16, is_q = h < 16;
-    float gain[DH / 32];
+  if (Side::ANGLES) side.sync();
+  const int ROWS = WIDE ? 3 : 2;
+  const bool adds = newest && warp < 2;
+  float f[ROWS][E];
+  {
+    const float* from[ROWS];
+    bool want[ROWS];
 #pragma unroll
-    for (int i = 0; i < DH / 32; i++) gain[i] = is_q ? q_gain[i] : k_gain[i];
-    if (Side::WHOLE_NORM && a.norm == 2 && used && h != 17) load_gain<DH>(gain, is_q ? y.q_gain + (kv * group + h) * DH : y.k_gain + kv * DH);
-    if (used) prepare_row<DH>(row, gain, is_q ? q_inv : k_inv, a, angle_sh, h == 17);
+    for (int i = 0; i < ROWS - 1; i++) from[i] = q_row + (kv * group + warp + WARPS * i) * DH, want[i] = warp + WARPS * i < group;
+    from[ROWS - 1] = (warp == 0 ? k_row : a.v + (size_t)seq * a.v_stride) + kv * DH, want[ROWS - 1] = adds;
+    side.template load<ROWS, E>(f, from, want);
+  }
+#pragma unroll 1
+  for (int i = 0; i < ROWS - !adds; i++) {
+    const bool is_q = i < ROWS - 1, used = !is_q || warp + WARPS * i < group;
+    const int h = is_q ? warp + WARPS * i : 16 + warp;
+    float gain[E];
 #pragma unroll
-    for (int i = 0; i < DH / 32; i++) {
-      const float x = used ? row[lane + 32 * i] : 0.f;
-      const bf16 hi = to_bf16(x);
-      q_sh[h * ROW + lane + 32 * i] = hi;
-      if (!WIDE && is_q) q_sh[(h + 8) * ROW + lane + 32 * i] = to_bf16(x - to_f32(hi));
+    for (int j = 0; j < E; j++) gain[j] = is_q ? q_gain[j] : k_gain[j];
+    if (Side::WHOLE_NORM && a.norm == 2 && used && h != 17) load_own<E>(gain, is_q ? y.q_gain + (kv * group + h) * DH : y.k_gain + kv * DH);
+    if (used) prepare_row<DH>(f[0], gain, is_q ? q_inv : k_inv, a, angle_sh, h == 17, row_sh);
+#pragma unroll
+    for (int j = 0; j < E; j++)
+      if (!used) f[0][j] = 0.f;
+    store_own<E>(q_sh + h * ROW, f[0]);
+    if (!WIDE && is_q) {
+#pragma unroll
+      for (int j = 0; j < E; j++) f[0][j] -= to_f32(to_bf16(f[0][j]));
+      store_own<E>(q_sh + (h + 8) * ROW, f[0]);
     }
+#pragma unroll
+    for (int r = 1; r < ROWS; r++)
+#pragma unroll
+      for (int j = 0; j < E; j++) f[r - 1][j] = f[r][j];
   }
   side.sync();
 
@@ -227,6 +285,15 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
 #pragma unroll
   for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
   const float to_exp2 = a.scale * 1.4426950408889634f;
+  if (Side::ASKED && page < run.page_end) {
+    copy_async_wait<0>();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(v_sh + (16 + g + 8 * i) * ROW + b * 32 + t * 8);
+    __syncwarp();
+  }
   // scores of a page, request for the next one, then softmax and values
 #pragma unroll 1
   while (page < run.page_end) {
@@ -252,7 +319,7 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
     }
     const int next = page + WARPS;
     const bool more = next < run.page_end;
-    if (more) request(next, buffer ^ 1);
+    if (more) request(run.table[next], buffer ^ 1);
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll

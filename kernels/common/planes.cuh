@@ -16,6 +16,7 @@
 // f32 (unused at sixteen bits).
 #pragma once
 #include "mma.cuh"
+#include "reduce.cuh"
 
 static const int GROUP_K = 128;
 // Bytes of one token's group.
@@ -60,10 +61,10 @@ DEV float sum_groups(const float* group_sh, int groups) {
 // 1 / rms of a row from the squares of its groups
 DEV float inverse_rms(const float* square_sh, int groups, int K, float eps) { return rsqrtf(sum_groups(square_sh, groups) / K + eps); }
 // Sixteen neighbouring lanes with eight elements each (chunk c of a row) make one block; all lanes of a warp take part, `use` says
-// which write. Not-a-number and infinity end up in the scale.
+// which write. Not-a-number and infinity end up in the scale. `total`: 128 times the sum of a block, wanted by products that take codes without sign.
 enum PlaneOrder { BY_LANE, BY_K };
 template <int BITS, int ORDER = BY_LANE>
-DEV void make_block(char* block, float* scale, int c, const float* f, bool use) {
+DEV void make_block(char* block, float* scale, int c, const float* f, bool use, int* total = 0) {
   const int in = c & 15;
   if (BITS == 16) {
     uint4 h, l;
@@ -80,11 +81,16 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use) 
 #pragma unroll
   for (int i = 8; i; i >>= 1) top = max(top, __shfl_xor_sync(0xffffffffu, top, i));
   const float largest = __uint_as_float(top), inv = largest > 1e-30f ? __fdividef(PLANES_MOST, largest) : 0.f;
-  int hi[8], lo[8];
+  int hi[8], lo[8], sum = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int q = __float_as_int(fmaf(f[i], inv, 12582912.f)) - 0x4b400000;  // to the nearest integer
-    hi[i] = (q + 128) >> 8, lo[i] = q - (hi[i] << 8);
+    hi[i] = (q + 128) >> 8, lo[i] = q - (hi[i] << 8), sum += q;
+  }
+  if (total) {
+    const bool second = threadIdx.x & 16;
+    const u32 sums[2] = {warp_sum_u32(second ? 0 : sum), warp_sum_u32(second ? sum : 0)};
+    if (use && in == 0) *total = 128 * (int)(second ? sums[1] : sums[0]);
   }
   uint2 h = make_uint2(pack_bytes(hi[0], hi[1], hi[2], hi[3]), pack_bytes(hi[4], hi[5], hi[6], hi[7]));
   uint2 l = make_uint2(pack_bytes(lo[0], lo[1], lo[2], lo[3]), pack_bytes(lo[4], lo[5], lo[6], lo[7]));

@@ -468,15 +468,20 @@ fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limi
     streamed.or_else(many)
 }
 
+/// In shared memory, where copies are to begin with a line; `whole_lines` in `stream.cuh`.
+fn lines(bytes: usize) -> usize {
+    bytes.next_multiple_of(128)
+}
+
 /// As many stages as fit and are of use, then as many teams; a team meets its own stages again.
 fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
     const COLUMNS: usize = 4;
     const MOST_TEAMS: usize = 3;
     const TEAM_WARPS: usize = 4;
     let (columns, groups) = (num_tok.clamp(1, COLUMNS), half.inner.div_ceil(GROUP_K));
-    let row_bytes = half.inner * width.bits / 8 + 2 * width.scales(half.inner);
+    let codes = lines(half.tile_rows * half.inner * width.bits / 8 + 64);
     let planes = columns * (groups * width.block() + 4 * plane_scales(half.inner));
-    let stage = half.tile_rows * row_bytes + 64 + planes;
+    let stage = lines(lines(codes + half.tile_rows * 2 * width.scales(half.inner)) + planes);
     let tiles = half.rows.div_ceil(half.tile_rows / half.matrices) * slots;
     let each = tiles.div_ceil(limits.num_sm);
     let sums = if half.k_warps > 1 { 4 * 2 * half.k_warps * COLUMNS * (half.tile_rows + 8) } else { 0 };
@@ -528,7 +533,7 @@ pub fn down(
     let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(LONG_WARPS);
     let warps = split.max(WARPS);
     let teams = warps / split;
-    let stage = (16 * (16 * chunk * width.bits).min(row_bytes) + 64 + 32 * width.scales(f)).next_multiple_of(16);
+    let stage = lines(lines(16 * (16 * chunk * width.bits).min(row_bytes) + 64) + 32 * width.scales(f));
     let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
     let tiles = d.div_ceil(16);
