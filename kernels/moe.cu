@@ -18,9 +18,9 @@
 //   down 16, `split`, `split`. stages is a multiple of the teams, so that a team meets its own stages again, and at most 8.
 // Launch: threads 32 (teams * warps + 1), s4 at most 3 teams, down 8 / split, or one of 16 warps where a stage is long; grid as many as are resident, at most the tiles; with
 //   block = 256 (w16 512), groups = ceil(inner / 128), S = 2 * scales a row, | whole lines of 128 bytes:
-//   s4: shared = stages * ||tile inner bits / 8 + 64| + tile S| + columns (groups block + 4 ceil4(groups))|
+//   s4: shared = stages * ||tile inner bits / 8| + tile S| + columns (groups block + 4 ceil4(groups))|
 //     + 4 * 2 * teams * k_warps * 4 * (tile + 8) where k_warps > 1, + 48 E if direct
-//   down: shared = stages * ||16 min(16 chunk bits, F bits / 8) + 64| + 16 S| + T K groups (block + 4) + 2 * 64 T K ceil(groups / chunk) split,
+//   down: shared = stages * ||16 min(16 chunk bits, F bits / 8)| + 16 S| + T K groups (block + 4) + 2 * 64 T K ceil(groups / chunk) split,
 //     + 48 E if direct
 // Floors: bytes of the chosen experts at read bandwidth. Source: src/engine/cpu/experts.rs.
 #include "common/planes.cuh"
@@ -126,7 +126,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
   __shared__ DirectShared direct_sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int K = a.inner, groups = groups_of(K), row_bytes = K * BITS / 8, scales = BITS == 16 ? 0 : G == 0 ? 1 : K / (G ? G : 1), cols = a.columns, stages = a.stages, teams = a.teams;
-  const int scale_bytes = HALF * scales * 2, sx_row = scale_row(groups), codes_stage = whole_lines(ROWS * row_bytes + 64), x_at = whole_lines(codes_stage + MATS * scale_bytes), sx_at = x_at + cols * groups * BLOCK;
+  const int scale_bytes = HALF * scales * 2, sx_row = scale_row(groups), codes_stage = whole_lines(ROWS * row_bytes), x_at = whole_lines(codes_stage + MATS * scale_bytes), sx_at = x_at + cols * groups * BLOCK;
   const int stage_bytes = whole_lines(sx_at + cols * sx_row * 4), tiles = div_up(a.rows, HALF);
   float* red_sh = (float*)((char*)moe_sh + stages * stage_bytes);  // [teams][2][WK][4][STRIDE]
   u64* table_sh = (u64*)(red_sh + (WK > 1 ? teams * 2 * WK * 4 * STRIDE : 0));
@@ -312,7 +312,7 @@ DEV void down_rows(const DownArgs& a) {
   __shared__ DirectShared direct_sh;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, num_pairs = a.T * a.K, stages = a.stages;
   const int groups = groups_of(a.F), chunks = div_up(groups, a.chunk), row_bytes = a.F * BITS / 8, slice = min_int(a.chunk * F::ROW_BYTES, row_bytes), scales = BITS == 16 ? 0 : G == 0 ? 1 : a.F / (G ? G : 1);
-  const int scale_at = whole_lines(16 * slice + 64), stage_bytes = whole_lines(scale_at + 16 * scales * 2), tiles = div_up(a.D, 16), parts = chunks * a.split;
+  const int scale_at = whole_lines(16 * slice), stage_bytes = whole_lines(scale_at + 16 * scales * 2), tiles = div_up(a.D, 16), parts = chunks * a.split;
   char* x_sh = (char*)moe_sh + stages * stage_bytes;                 // [T K][groups][block]
   float* sx_sh = (float*)(x_sh + num_pairs * groups * BLOCK);        // [T K][groups]
   float* part_sh = sx_sh + ((num_pairs * groups + 3) & ~3);          // [2][T K][chunks][split][16]

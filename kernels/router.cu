@@ -7,7 +7,7 @@
 //        router_rows: ids [T, K] s32, its own or those of a script, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending
 // needs  D % 8 == 0, D <= 8192, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: one int, zero before the first launch
 //
-// Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8), ceil(T / tokens)),
+// Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8) or more, ceil(T / tokens)),
 //   256 threads, shared 4 * tokens * D + (ahead ? 16 D : 0). Nothing but the block's own sums is waited for: weights arrive before x does.
 // router_rows for everything, router_rows_t4 for E <= 128 and the plain K highest: a warp a token chooses, the last block lists. Launch: grid
 //   ceil(T / tokens), W = 16, t4 32 warps, shared 4 * ((ceil(T K / 32) | 1) E + T K + E), and 64 E more for the first.

@@ -394,7 +394,7 @@ static void run_router(RouterArgs a, bool rows = true, bool wide = false) {
   } else {
     const int tokens = a.T == 1 ? 1 : 4;
     a.ahead = !a.w_is_f32 && a.T != 2;
-    launch(tokens == 1 ? (const void*)router_logits_t1 : (const void*)router_logits, dim3((E + 7) / 8, (a.T + tokens - 1) / tokens), 256, 4ull * tokens * a.D + (a.ahead ? 16ull * a.D : 0), a);
+    launch(tokens == 1 ? (const void*)router_logits_t1 : (const void*)router_logits, dim3(std::max((E + 7) / 8, (a.D + 2047) / 2048), (a.T + tokens - 1) / tokens), 256, 4ull * tokens * a.D + (a.ahead ? 16ull * a.D : 0), a);
   }
   if (!rows) return;
   const bool any = E > 128 || a.rule.select || generic_router;
@@ -426,7 +426,7 @@ static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slot
   if (!variant) {
     const int tile = first ? 32 : 64, tiles = (a.rows + (first ? 15 : 63)) / (first ? 16 : 64), works = tiles * max_slots;
     a.columns = std::min(std::min(4, a.T), cols_most);
-    const size_t stage = whole_lines(whole_lines(whole_lines(tile * (a.inner * bits / 8) + 64) + tile * 2 * scales_of(bits, G, a.inner)) + a.columns * (groups * (bits == 16 ? 512 : 256) + (groups + 3) / 4 * 16));
+    const size_t stage = whole_lines(whole_lines(whole_lines(tile * (a.inner * bits / 8)) + tile * 2 * scales_of(bits, G, a.inner)) + a.columns * (groups * (bits == 16 ? 512 : 256) + (groups + 3) / 4 * 16));
     const size_t table = a.direct.logits ? 48ull * a.direct.rule.E : 0;
     const int each = (works + num_sm - 1) / num_sm;
     auto shared = [&](int teams, int stages) { return stages * stage + (first ? 4ull * 2 * teams * 4 * 4 * (tile + 8) : 0) + table; };
@@ -456,7 +456,7 @@ static bool run_down(DownArgs a, int bits, int G) {
   while (a.split < 4 && a.chunk > 6 * a.split) a.split *= 2;
   if (a.chunk > 6 * a.split) a.split = 16;
   const int warps = std::max(8, a.split), teams = warps / a.split;
-  const size_t stage = whole_lines(whole_lines(16 * std::min(16 * a.chunk * bits, row) + 64) + 32 * scales);
+  const size_t stage = whole_lines(whole_lines(16 * std::min(16 * a.chunk * bits, row)) + 32 * scales);
   const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
   const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
   for (a.stages = most; a.stages >= teams && a.stages * stage + rest + 4096 > MOST_SHARED;) a.stages -= teams;

@@ -187,6 +187,7 @@ impl Properties {
             sm_shared_bytes: self.sm_shared_bytes as usize,
             warpgroups: self.has_warpgroups(),
             bulk_copies: self.sm >= 90,
+            beside_bytes: 0,
         }
     }
 

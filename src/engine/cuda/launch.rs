@@ -81,6 +81,8 @@ pub struct Limits {
     pub warpgroups: bool,
     /// Whether there is an engine that copies between global and shared memory in bulk.
     pub bulk_copies: bool,
+    /// Shared memory of a multiprocessor that a block of another kernel may have, which is there first.
+    pub beside_bytes: usize,
 }
 
 /// Tokens up to which a product makes the planes of its own input.
@@ -101,7 +103,9 @@ const DIRECT_EXPERTS: usize = 128;
 const EXPERT_POINTERS: usize = 6;
 /// Stages of a streaming kernel, and shared memory of it that is not asked for at launch.
 const MOST_STAGES: usize = 8;
-const STREAM_STATIC: usize = 4096;
+const STREAM_STATIC: usize = 2688;
+/// Shared memory that each block costs beside its own.
+const BLOCK_RESERVED: usize = 1024;
 /// Tokens of the widest pass of a product for few tokens.
 const FEW_TOK: usize = 32;
 /// Output rows from which a product for few tokens does not split k.
@@ -206,7 +210,7 @@ fn reduction(columns: usize, rows: usize, k_warps: usize) -> usize {
 
 /// Blocks of a multiprocessor: what shared memory allows, up to what the kernel was compiled for.
 fn blocks_that_fit(shared: usize, most: usize, limits: Limits) -> Option<usize> {
-    (shared <= limits.block_shared_bytes).then(|| (limits.sm_shared_bytes / (shared + 1024)).clamp(1, most))
+    (shared <= limits.block_shared_bytes).then(|| (limits.sm_shared_bytes / (shared + BLOCK_RESERVED)).clamp(1, most))
 }
 
 /// Which variant of a product, and how it is launched.
@@ -351,7 +355,9 @@ pub fn router_logits(experts: usize, d: usize, num_tok: usize, half: bool, limit
     }
     let of = |ahead: bool| {
         let shared = 4 * tokens * d + if ahead { 16 * d } else { 0 };
-        let grid = Grid::new([experts.div_ceil(8), num_tok.div_ceil(tokens), 1], 256).shared(shared);
+        // where experts are few, more blocks than they need share the planes
+        let blocks = experts.div_ceil(8).max(d.div_ceil(2048));
+        let grid = Grid::new([blocks, num_tok.div_ceil(tokens), 1], 256).shared(shared);
         (shared <= limits.block_shared_bytes).then_some(LogitsLaunch { name, grid, ahead })
     };
     (if half { of(true) } else { None }).or_else(|| of(false))
@@ -473,13 +479,13 @@ fn lines(bytes: usize) -> usize {
     bytes.next_multiple_of(128)
 }
 
-/// As many stages as fit and are of use, then as many teams; a team meets its own stages again.
+/// As many stages as fit and are of use, beside another kernel's block if any do, then as many teams; a team meets its own stages again.
 fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
     const COLUMNS: usize = 4;
     const MOST_TEAMS: usize = 3;
     const TEAM_WARPS: usize = 4;
     let (columns, groups) = (num_tok.clamp(1, COLUMNS), half.inner.div_ceil(GROUP_K));
-    let codes = lines(half.tile_rows * half.inner * width.bits / 8 + 64);
+    let codes = lines(half.tile_rows * half.inner * width.bits / 8);
     let planes = columns * (groups * width.block() + 4 * plane_scales(half.inner));
     let stage = lines(lines(codes + half.tile_rows * 2 * width.scales(half.inner)) + planes);
     let tiles = half.rows.div_ceil(half.tile_rows / half.matrices) * slots;
@@ -493,7 +499,12 @@ fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, lim
     };
     let all = (1..=MOST_TEAMS.min(each)).flat_map(|teams| (1..=MOST_STAGES / teams).map(move |n| (teams, n * teams)));
     let useful = all.filter(|&(teams, stages)| stages <= each.max(teams));
-    useful.filter_map(|(teams, stages)| of(teams, stages)).max_by_key(|l| (l.stages, l.teams))
+    // A block that found no room would wait until those of the other kernel, which copies all the time, are done.
+    let beside = |l: &ExpertsLaunch| {
+        let block = l.grid.shared_bytes as usize + STREAM_STATIC + BLOCK_RESERVED;
+        block + limits.beside_bytes <= limits.sm_shared_bytes
+    };
+    useful.filter_map(|(teams, stages)| of(teams, stages)).max_by_key(|l| (beside(l), l.stages, l.teams))
 }
 
 /// How the second half of the experts is launched where one kernel also sums.
@@ -533,7 +544,7 @@ pub fn down(
     let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(LONG_WARPS);
     let warps = split.max(WARPS);
     let teams = warps / split;
-    let stage = lines(lines(16 * (16 * chunk * width.bits).min(row_bytes) + 64) + 32 * width.scales(f));
+    let stage = lines(lines(16 * (16 * chunk * width.bits).min(row_bytes)) + 32 * width.scales(f));
     let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
     let tiles = d.div_ceil(16);
@@ -587,10 +598,22 @@ pub(super) mod tests {
         }
     }
 
-    pub(super) const H200: Limits =
-        Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true, bulk_copies: true };
-    pub(super) const RTX_3090: Limits =
-        Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false, bulk_copies: false };
+    pub(super) const H200: Limits = Limits {
+        num_sm: 132,
+        block_shared_bytes: 232_448,
+        sm_shared_bytes: 233_472,
+        warpgroups: true,
+        bulk_copies: true,
+        beside_bytes: 0,
+    };
+    pub(super) const RTX_3090: Limits = Limits {
+        num_sm: 82,
+        block_shared_bytes: 101_376,
+        sm_shared_bytes: 102_400,
+        warpgroups: false,
+        bulk_copies: false,
+        beside_bytes: 0,
+    };
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]

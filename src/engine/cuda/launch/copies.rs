@@ -1,6 +1,6 @@
 //! Experts over the link, for a layer and for the one behind it.
 
-use super::{Grid, Limits};
+use super::{BLOCK_RESERVED, Grid, Limits};
 
 /// Blocks that copy experts by registers, a megabyte in flight together.
 const COPY_BLOCKS: usize = 64;
@@ -12,6 +12,8 @@ const COPY_MOST_STAGES: usize = 8;
 const COPY_AHEAD: usize = 768 << 10;
 const COPY_SHARE: usize = 9;
 const COPY_MOST: usize = 12;
+/// Shared memory of [`bring`] that is not asked for at launch.
+const COPY_STATIC: usize = 640;
 /// Shared memory that pieces leave to what the kernel knows of two layers.
 const COPY_KNOWN: usize = 32 << 10;
 
@@ -53,18 +55,21 @@ pub fn fetch_pieces(bytes: usize) -> usize {
 
 impl Limits {
     /// What is left where [`bring`] copies while others compute, and so has multiprocessors of its own, as [`fetch`] then; one of each
-    /// shares them where both fit.
+    /// shares them where both fit. As they come first and spread, a product's block finds one of them on many.
     pub fn beside_fetches(self, ahead: bool) -> Self {
         let (blocks, stages) = staged_copies(self);
         let fit = (self.sm_shared_bytes / (stages * COPY_PIECE + COPY_KNOWN)).clamp(1, 2);
-        let kept = if ahead && self.bulk_copies { 1 + (2 * blocks).div_ceil(fit) } else { 0 };
-        Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), ..self }
+        let staged = ahead && self.bulk_copies;
+        let kept = if staged { 1 + (2 * blocks).div_ceil(fit) } else { 0 };
+        let beside_bytes = if staged { stages * COPY_PIECE + COPY_STATIC + BLOCK_RESERVED } else { 0 };
+        Self { num_sm: self.num_sm.saturating_sub(kept).max(self.num_sm / 2), beside_bytes, ..self }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::tests::{H200, RTX_3090};
+    use super::super::{STREAM_STATIC, Width, gate_up};
     use super::*;
 
     /// Copies fit on cards with much and with little shared memory and many and few multiprocessors, beside the largest layers, and leave
@@ -83,5 +88,22 @@ mod tests {
         assert_eq!(H200.beside_fetches(true).num_sm, 132 - 13);
         assert_eq!(small.beside_fetches(true).num_sm, 82 - 19);
         assert_eq!((RTX_3090.beside_fetches(true).num_sm, H200.beside_fetches(false).num_sm), (82, 132));
+    }
+
+    /// A block of the experts' first half and one that brings experts share a multiprocessor, also where more stages would be of use (the third
+    /// shape: 5 without the rule). Stages counted by hand.
+    #[test]
+    fn products_find_room_beside_copies() {
+        let int4 = Width { bits: 4, group: 128 };
+        let limits = H200.beside_fetches(true);
+        for (d, f, top_k, stages) in [(2048, 768, 8, 4), (4096, 14336, 2, 2), (2048, 1408, 6, 4)] {
+            let l = gate_up(int4, d, f, top_k, 1, None, limits).unwrap();
+            let block = l.grid.shared_bytes as usize + STREAM_STATIC + BLOCK_RESERVED;
+            let other = bring(H200).grid.shared_bytes as usize + COPY_STATIC + BLOCK_RESERVED;
+            assert!(block + other <= H200.sm_shared_bytes, "{l:?}");
+            assert_eq!(l.stages, stages, "{l:?}");
+        }
+        let alone = Limits { beside_bytes: 0, ..limits };
+        assert_eq!(gate_up(int4, 2048, 1408, 6, 1, None, alone).unwrap().stages, 5);
     }
 }
