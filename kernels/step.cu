@@ -13,8 +13,9 @@
 // Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
 // bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.
 // A value may be overwritten a layer later, since what leads there needs what each of its readers has made of it.
-// Eight warps compute; one, whose three neighbours only give up registers with it, copies what they multiply with into a ring of tiles, as far ahead as there is room. It also chooses the experts,
-// since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them.
+// Eight warps compute; one copies what they multiply with into a ring of tiles, as far ahead as there is room. It also chooses the experts,
+// since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them. Its three
+// neighbours only give up registers with it.
 //
 // Instances step_{A}_{B}_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and at most the
 //   multiprocessors, 384 threads, shared = AttendShared::BYTES + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
@@ -187,11 +188,6 @@ struct Together {
   }
 };
 
-// How far a warp has come: tiles of the ring, halves of the sums, tiles of the experts' second half. In shared memory, since attention needs all
-// registers.
-struct Progress {
-  int tile, turn, downs;
-};
 struct __align__(128) StepShared {  // so that what follows begins with a whole line, as copies want it
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
@@ -201,7 +197,6 @@ struct __align__(128) StepShared {  // so that what follows begins with a whole 
   int size[TILES_AHEAD];  // what of the ring it takes
   float square[32];
   float angle[128];
-  Progress progress[COMPUTE + 4];
   float gate[32];
   int id[32];
   PageRun run;            // of this block's unit of attention
@@ -341,11 +336,9 @@ struct Step {
   const StepArgs& a;
   StepShared& sh;
   const int warp, lane;
-  int &tile, &turn, &downs;
+  int tile, turn, downs;  // how far this warp has come: tiles of the ring, halves of the sums, tiles of the experts' second half
 
-  DEV Step(const StepArgs& args, StepShared& shared) : a(args), sh(shared), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), tile(shared.progress[threadIdx.x >> 5].tile), turn(shared.progress[threadIdx.x >> 5].turn), downs(shared.progress[threadIdx.x >> 5].downs) {
-    tile = turn = downs = 0;
-  }
+  DEV Step(const StepArgs& args, StepShared& shared) : a(args), sh(shared), warp(threadIdx.x >> 5), lane(threadIdx.x & 31), tile(0), turn(0), downs(0) {}
 
   // Shared memory: a unit of attention, planes of each warp, their scales and totals, sums, addresses of experts, the ring.
   DEV char* unit() const {
@@ -393,8 +386,10 @@ struct Step {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (j * SLICE >= groups) break;
-      const float square = group_square(f[j]);
-      if (group(j) < groups && (lane & 15) == 0) sh.square[group(j)] = square;
+      if (gain) {
+        const float square = group_square(f[j]);
+        if (group(j) < groups && (lane & 15) == 0) sh.square[group(j)] = square;
+      }
 #pragma unroll
       for (int i = 0; i < 8; i++) f[j][i] *= by[j][i];
     }
@@ -455,9 +450,10 @@ struct Step {
     return (&y.q)[matrix];
   }
   // q, k, v of x, or x and the output projection of attention.
+  DEV bool projects(bool last) const { return (int)blockIdx.x < projected_tiles(last); }
   DEV void project(const StepLayer& y, bool last, u32 before, u32 tag) {
     const int groups = projected_groups(last), tiles = projected_tiles(last);
-    if ((int)blockIdx.x >= tiles) return;
+    if (!projects(last)) return;
     float f[2][8];
     take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, groups, last ? tag : before);
     stage<A>(f, groups);
@@ -648,6 +644,9 @@ struct Step {
       const StepLayer& y = sh.layer[layer & 1];
       if (!last) {
         barrier_wait(&sh.layer_full, layer & 1);
+        // Blocks with a share of both projections meet there. Others do here: before what is asked for goes where a warp may still merge, and
+        // before copies of a layer go on, whose number is told by its last bit.
+        if (!projects(false) || !projects(true)) compute_barrier();
         if (sh.split >= 0 && sh.run.page_begin + warp < sh.run.page_end) ask_first_page<DH>(a.attention, y.cache, unit(), sh.kv, sh.entry[warp]);
       }
       if (last) {
