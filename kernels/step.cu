@@ -75,11 +75,6 @@ DEV void post(float* at, float x, u32 tag) { asm volatile("st.relaxed.gpu.global
 DEV void post4(float* at, const float4& x, u32 tag) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(tagged(x.x, tag)), "r"(tagged(x.y, tag)), "r"(tagged(x.z, tag)), "r"(tagged(x.w, tag)) : "memory");
 }
-DEV uint4 peek4(const float* at) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-  return v;
-}
 template <int E>
 DEV void peek(u32* v, const float* at) {
   if constexpr (E == 4)
@@ -127,7 +122,7 @@ DEV void take8(float (*f)[8], const float* const* at, u32 tag, const bool* want)
     wrong = 0;
 #pragma unroll
     for (int j = 0; j < N; j++)
-      if (want[j]) v[j][0] = peek4(at[j]), v[j][1] = peek4(at[j] + 4);
+      if (want[j]) peek<4>(&v[j][0].x, at[j]), peek<4>(&v[j][1].x, at[j] + 4);
 #pragma unroll
     for (int j = 0; j < N; j++) wrong |= wrong_tags(v[j][0], tag) | wrong_tags(v[j][1], tag);
   } while (__any_sync(0xffffffffu, wrong & 1));
