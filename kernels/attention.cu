@@ -9,8 +9,7 @@
 // needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 4] f32; counters [T Hk] ints at zero
 //
 // Launch attention_decode_d{Dh} where H / Hk <= 8, attention_decode_wide_d{Dh} else: grid (max_splits, Hk, T), 256 threads, shared
-//   max(8 * 2 * 16 * (Dh + 8) * 2, 8 * R * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 8 * Dh * 4 to a multiple of 128,
-//   R = 8, wide 16.
+//   max(8 * 2 * 16 * (Dh + 8) * 2, 8 * R * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 8 * Dh * 4, R = 8, wide 16.
 // A block takes a run of pages, its eight warps every eighth page; runs are as many as give each warp a page, at most
 // max_splits, so the grid is fixed and short contexts leave blocks idle. Heads of a group are the 16 rows of the products; where they are at
 // most eight, the other rows carry what bf16 leaves of queries and probabilities, so that only keys and values are rounded.

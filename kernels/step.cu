@@ -18,7 +18,7 @@
 // neighbours only give up registers with it.
 //
 // Instances step_{A}_{B}_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and at most the
-//   multiprocessors, 384 threads, shared = AttendShared::BYTES + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
+//   multiprocessors, 384 threads, shared = AttendShared::BYTES to whole lines + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
 //   of 2 * 16 rows and 16 groups of B, and of 16 rows of A
 // Floors: bytes of a layer's weights and keys at read bandwidth. Source: src/engine/cpu.
 #include "common/attend.cuh"
@@ -183,7 +183,7 @@ struct Together {
   }
 };
 
-struct __align__(128) StepShared {  // so that what follows begins with a whole line, as copies want it
+struct __align__(16) StepShared {
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
   u64 down_full, down_empty, table_full, layer_full;
@@ -208,7 +208,7 @@ struct Front {
   DEV Front(StepShared& shared, char* ring, int size) : sh(shared), ring_sh(ring), bytes(size), at(0), room(size), next(0), oldest(0) {}
   // waits for room for a tile of so many bytes, and announces them
   DEV char* open(int arriving) {
-    const int tile = (arriving + 127) & ~127, waste = at + tile > bytes ? bytes - at : 0, need = tile + waste;
+    const int tile = whole_lines(arriving), waste = at + tile > bytes ? bytes - at : 0, need = tile + waste;
 #pragma unroll 1
     while (room < need || next - oldest == TILES_AHEAD) {
       const int i = oldest & (TILES_AHEAD - 1);
@@ -328,6 +328,7 @@ DEV float fold(const float* part, int stride, int groups) {
 template <int A, int B, int DH>
 struct Step {
   typedef AttendShared<DH, false> Unit;
+  static const int UNIT_BYTES = whole_lines(Unit::BYTES);
   const StepArgs& a;
   StepShared& sh;
   const int warp, lane;
@@ -337,14 +338,14 @@ struct Step {
 
   // Shared memory: a unit of attention, planes of each warp, their scales and totals, sums, addresses of experts, the ring.
   DEV char* unit() const {
-    extern __shared__ uint4 step_sh[];
+    extern __shared__ __align__(COPY_LINE) uint4 step_sh[];
     return (char*)step_sh;
   }
-  DEV char* planes() const { return unit() + Unit::BYTES + warp * PLANE_GROUPS * 256; }
-  DEV float* plane_scales() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 256) + warp * PLANE_GROUPS; }
-  DEV int* plane_totals() const { return (int*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 260) + warp * PLANE_GROUPS; }
-  DEV float* sums() const { return (float*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 264) + turn * RED; }
-  DEV u64* table() const { return (u64*)(unit() + Unit::BYTES + COMPUTE * PLANE_GROUPS * 264 + 8 * RED); }
+  DEV char* planes() const { return unit() + UNIT_BYTES + warp * PLANE_GROUPS * 256; }
+  DEV float* plane_scales() const { return (float*)(unit() + UNIT_BYTES + COMPUTE * PLANE_GROUPS * 256) + warp * PLANE_GROUPS; }
+  DEV int* plane_totals() const { return (int*)(unit() + UNIT_BYTES + COMPUTE * PLANE_GROUPS * 260) + warp * PLANE_GROUPS; }
+  DEV float* sums() const { return (float*)(unit() + UNIT_BYTES + COMPUTE * PLANE_GROUPS * 264) + turn * RED; }
+  DEV u64* table() const { return (u64*)(unit() + UNIT_BYTES + COMPUTE * PLANE_GROUPS * 264 + 8 * RED); }
   DEV char* ring() const { return (char*)(table() + 6 * 128); }
 
   // A block reads what all others must wait with overwriting only where it has a share of what follows.
@@ -444,8 +445,8 @@ struct Step {
     row = (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16;
     return (&y.q)[matrix];
   }
-  // q, k, v of x, or x and the output projection of attention.
   DEV bool projects(bool last) const { return (int)blockIdx.x < projected_tiles(last); }
+  // q, k, v of x, or x and the output projection of attention.
   DEV void project(const StepLayer& y, bool last, u32 before, u32 tag) {
     const int groups = projected_groups(last), tiles = projected_tiles(last);
     if (!projects(last)) return;
@@ -489,7 +490,7 @@ struct Step {
       float v[6];
       const u64* const at[3] = {row + d, row + d + 2, row + DH};
       take_pairs((float(*)[2])v, at, use);
-      const float total = merge_lanes(v, lane < splits ? v[4] : -INFINITY_F, v[5], splits > 8 ? 32 : 8);
+      const float total = merge_lanes(v, lane < splits ? v[4] : -INFINITY_F, v[5], splits > LAST_SPLITS ? 32 : LAST_SPLITS);
       if (lane == 0) post4(a.attention.out + head * DH + d, merged(make_float4(v[0], v[1], v[2], v[3]), total), tag);
     }
   }

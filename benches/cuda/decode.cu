@@ -620,7 +620,7 @@ static void check_router_and_experts() {
 }
 
 // ----------------------------------------------------------------------------------------------------------------- attention
-static size_t attention_shared(int Dh, int heads) { return std::max(8 * 2 * 16 * (Dh + 8) * 2, 8 * heads * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 8 * Dh * 4 + 127; }
+static size_t attention_shared(int Dh, int heads) { return std::max(8 * 2 * 16 * (Dh + 8) * 2, 8 * heads * (Dh + 4) * 4) + 18 * (Dh + 8) * 2 + 8 * Dh * 4; }
 static void run_attention(const AttentionArgs& a, int Dh, int T) {
 #define ATTENTIONS(D) {(const void*)attention_decode_d##D, (const void*)attention_decode_wide_d##D}
   static const void* table[4][2] = {ATTENTIONS(32), ATTENTIONS(64), ATTENTIONS(96), ATTENTIONS(128)};
@@ -913,8 +913,8 @@ static Whole whole(const Model& m, const Buffers& b, int grid) {
   a.num_layers = s.L, a.D = s.D, a.F = s.F, a.eps = a.moe_eps = 1e-6f, a.scale = a.moe_scale = 0.1f;
   a.split = groups > 6 ? 2 : 1, a.down_rows = s.D / 16 > grid ? 32 : 16;
   a.rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
-  const size_t fixed = AttendShared<128, false>::BYTES + 8 * 8 * 264 + 8 * RED + 48 * 128;
-  a.ring = (int)((227 * 1024 - fixed - 2048) / 128 * 128);
+  const size_t fixed = whole_lines(AttendShared<128, false>::BYTES) + 8 * 8 * 264 + 8 * RED + 48 * 128;
+  a.ring = (int)((227 * 1024 - fixed - 2048) / COPY_LINE * COPY_LINE);
   return {a, fixed + a.ring};
 }
 static void run_whole(const Whole& w, int grid) { launch((const void*)step_w8_w4_d128, dim3(grid), 384, w.shared, w.a, true); }

@@ -83,7 +83,7 @@ template <int DH, bool WIDE>
 struct AttendShared {
   static const int HEADS = WIDE ? 16 : 8, ROW = DH + 8;
   static const int V_BYTES = WARPS * 2 * 16 * ROW * 2, MERGE_BYTES = WARPS * HEADS * (DH + 4) * 4;
-  static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = (ROWS_AT + WARPS * DH * 4 + 127) / 128 * 128;
+  static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = ROWS_AT + WARPS * DH * 4;
 };
 
 // The keys or values of a page and head, [16][DH], asked for by a warp: rows DH + 8 apart.
@@ -191,8 +191,8 @@ DEV float4 merged(const float4& v, float total) {
   const float f = 1.f / total;
   return make_float4(without_tag(v.x * f), without_tag(v.y * f), without_tag(v.z * f), without_tag(v.w * f));
 }
-// Partial results of four elements, a lane a split: their weighted sum in v, and the sum of weights, in lane 0; `lanes`, a power of two, are not
-// all -infinity.
+// Partial results of four elements, a lane a split: their weighted sum in v, and the sum of weights, in lane 0. m of lanes from `lanes`, a power
+// of two, on is -infinity.
 DEV float merge_lanes(float* v, float m, float l, int lanes) {
   const float f = exp2_fast(m - warp_max(m)), total = warp_sum(__fmul_rn(f, l));
 #pragma unroll

@@ -12,7 +12,7 @@ static const int STREAM_ARRIVALS = 33;
 
 // Copies go by lines: what begins within one arrives later by a tenth (measured on an H200).
 static const int COPY_LINE = 128;
-__host__ DEV int whole_lines(int bytes) { return (bytes + COPY_LINE - 1) & ~(COPY_LINE - 1); }
+__host__ DEV constexpr int whole_lines(int bytes) { return (bytes + COPY_LINE - 1) & ~(COPY_LINE - 1); }
 
 DEV void barrier_init(u64* barrier_sh, int arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_sh)), "r"(arrivals) : "memory"); }
 // makes initialised barriers known to the copy engine; a block barrier follows

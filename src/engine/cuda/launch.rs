@@ -474,9 +474,12 @@ fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limi
     streamed.or_else(many)
 }
 
-/// In shared memory, where copies are to begin with a line; `whole_lines` in `stream.cuh`.
+/// What copies into shared memory are to begin with; `COPY_LINE` in `stream.cuh`.
+const LINE: usize = 128;
+
+/// `bytes` up to whole lines.
 fn lines(bytes: usize) -> usize {
-    bytes.next_multiple_of(128)
+    bytes.next_multiple_of(LINE)
 }
 
 /// As many stages as fit and are of use, beside another kernel's block if any do, then as many teams; a team meets its own stages again.
@@ -598,7 +601,7 @@ pub(super) mod tests {
         }
     }
 
-    pub(super) const H200: Limits = Limits {
+    pub(in super::super) const H200: Limits = Limits {
         num_sm: 132,
         block_shared_bytes: 232_448,
         sm_shared_bytes: 233_472,

@@ -273,14 +273,7 @@ mod tests {
     use crate::model::{family, plan};
     use crate::quant::format::{Bits, Format, Group as Columns};
 
-    const H200: Limits = Limits {
-        num_sm: 132,
-        block_shared_bytes: 230_400,
-        sm_shared_bytes: 233_472,
-        warpgroups: true,
-        bulk_copies: true,
-        beside_bytes: 0,
-    };
+    const H200: Limits = Limits { block_shared_bytes: 230_400, ..launch::tests::H200 };
 
     /// The pair of forms that a shape runs by with 8 bits for attention and 4 for experts, the experts of layer 1 in groups of `group`.
     fn form(shape: &str, group: usize) -> Option<&'static str> {

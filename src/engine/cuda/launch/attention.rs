@@ -23,7 +23,6 @@ pub fn attention(head_dim: usize, heads: usize, kv_heads: usize, num_tok: usize)
     let pages = WARPS * 2 * 16 * (head_dim + 8) * 2;
     let merge = WARPS * rows * (head_dim + 4) * 4;
     let shared = pages.max(merge) + 18 * (head_dim + 8) * 2 + WARPS * head_dim * 4;
-    let shared = shared.next_multiple_of(128);
     Grid::new([attention_splits(kv_heads, num_tok), kv_heads, num_tok], 32 * WARPS as u32).shared(shared)
 }
 

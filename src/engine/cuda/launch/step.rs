@@ -1,6 +1,6 @@
 //! All layers of one token in one launch.
 
-use super::{EXPERT_POINTERS, GROUP_K, Grid, Limits, Width, attention, attention_splits, down};
+use super::{EXPERT_POINTERS, GROUP_K, Grid, LINE, Limits, Width, attention, attention_splits, down, lines};
 
 /// Groups of a row that the kernel takes at a time; `SLICE` in `step.cu`.
 const SLICE: usize = 16;
@@ -84,10 +84,10 @@ pub fn step(shape: &StepShape, limits: Limits) -> Option<StepLaunch> {
     let sums = down(shape.expert, d, f, top_k, 1, Some(experts), limits)?;
     let alike = sums.chunk == f_groups && WARPS.is_multiple_of(sums.split);
 
-    let unit = attention(head_dim, heads, kv_heads, 1).shared_bytes as usize;
+    let unit = lines(attention(head_dim, heads, kv_heads, 1).shared_bytes as usize);
     let fixed = unit + WARPS * PLANE_GROUPS * 264 + 2 * 4 * SUMS + 8 * EXPERT_POINTERS * MOST_EXPERTS;
-    let ring = limits.block_shared_bytes.checked_sub(fixed)? / 128 * 128;
-    let tile = |rows: usize, groups: usize, of: Width| (rows * groups.min(SLICE) * (16 * of.bits + 2)).next_multiple_of(128);
+    let ring = limits.block_shared_bytes.checked_sub(fixed)? / LINE * LINE;
+    let tile = |rows: usize, groups: usize, of: Width| lines(rows * groups.min(SLICE) * (16 * of.bits + 2));
     let fits = 2 * tile(16, d_groups.max(o_groups), shape.attention).max(tile(32, d_groups, shape.expert)) <= ring
         && top_k * down_rows * f_groups * (16 * shape.expert.bits + 2) <= unit
         && top_k * sums.split * down_rows <= SUMS
