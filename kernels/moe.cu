@@ -16,7 +16,7 @@
 //
 // Instances, F as in linear.cu, by (rows of a tile, warps of a team, k_warps): gate_up 32 (16 of each matrix), 4, 4; down_pairs 64, 4, 1;
 //   down 16, `split`, `split`. stages is a multiple of the teams, so that a team meets its own stages again, and at most 8.
-// Launch: threads 32 (teams * warps + 1), s4 at most 3 teams, down 8 / split, or one of 16 warps where a stage is long; grid as many as are resident, at most the tiles; with
+// Launch: threads 32 (teams * warps + 1), s4 at most 3 teams, down 8 / warps, or two of 7 or 8 warps where a stage is long; grid as many as are resident, at most the tiles; with
 //   block = 256 (w16 512), groups = ceil(inner / 128), S = 2 * scales a row, | whole lines of 128 bytes:
 //   s4: shared = stages * ||tile inner bits / 8| + tile S| + columns (groups block + 4 ceil4(groups))|
 //     + 4 * 2 * teams * k_warps * 4 * (tile + 8) where k_warps > 1, + 48 E if direct
@@ -40,7 +40,8 @@ struct DownArgs {
   int T, D, F, K;
   int chunk;    // groups a stage
   int stages;
-  int split;    // warps that share a stage: 1, 2, 4 or 16
+  int split;    // parts of a stage, of equal length
+  int warps;    // that share it
   float scale;
 };
 
@@ -317,7 +318,7 @@ DEV void down_rows(const DownArgs& a) {
   float* sx_sh = (float*)(x_sh + num_pairs * groups * BLOCK);        // [T K][groups]
   float* part_sh = sx_sh + ((num_pairs * groups + 3) & ~3);          // [2][T K][chunks][split][16]
   u64* table_sh = (u64*)(part_sh + 2 * num_pairs * parts * 16);
-  if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS), barrier_init(empty_sh + threadIdx.x, a.split);
+  if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS), barrier_init(empty_sh + threadIdx.x, a.warps);
   if (threadIdx.x == 0) barrier_init(&listed_sh, 32);
   barrier_init_done();
   load_table(table_sh, a.direct);
@@ -402,7 +403,7 @@ DEV void down_rows(const DownArgs& a) {
   }
   team_barrier(1, THREADS);
   barrier_wait(&listed_sh, 0);
-  const int num_slots = num_slots_sh, teams = WARPS / a.split, team = warp / a.split, part = warp - team * a.split;
+  const int num_slots = num_slots_sh, teams = WARPS / a.warps, team = warp / a.warps, member = warp - team * a.warps;
   int stage = team, parity = 0, turn = 0, index = 0;  // of the items of all tiles, taken by the teams in turn
   int mine = team;
 #pragma unroll 1
@@ -416,37 +417,41 @@ DEV void down_rows(const DownArgs& a) {
       const TileInfo& info = info_sh[stage];
       const char* codes_sh = (const char*)moe_sh + stage * stage_bytes;
       const bf16* scales_sh = (const bf16*)(codes_sh + scale_at);
-      const int first = info.chunk * a.chunk, count = info.used, here = min_int(a.chunk, groups - first), begin = here * part / a.split, last = here * (part + 1) / a.split;
-      float acc[2] = {0.f, 0.f};
+      const int first = info.chunk * a.chunk, count = info.used, here = min_int(a.chunk, groups - first), each = div_up(a.chunk, a.split);
       const int token = info.pair[min_int(g >> 1, count - 1)], other = info.pair[min_int(t, count - 1)];
 #pragma unroll 1
-      for (int c = begin; c < last; c++) {
-        const int k = first + c;
-        uint4 lo[F::PIECES], hi[F::PIECES], x[1][BLOCK / 128];
+      for (int part = member; part < a.split; part += a.warps) {
+        const int begin = min_int(here, each * part), last = min_int(here, each * (part + 1));
+        float acc[2] = {0.f, 0.f};
+#pragma unroll 1
+        for (int c = begin; c < last; c++) {
+          const int k = first + c;
+          uint4 lo[F::PIECES], hi[F::PIECES], x[1][BLOCK / 128];
 #pragma unroll
-        for (int i = 0; i < F::PIECES; i++) {
-          const int at = c * F::ROW_BYTES + i * 64 + t * 16;
-          const bool inside = BITS != 16 || at < min_int(slice, row_bytes - first * F::ROW_BYTES);
-          lo[i] = inside ? *(const uint4*)(codes_sh + g * slice + at) : make_uint4(0, 0, 0, 0), hi[i] = inside ? *(const uint4*)(codes_sh + (g + 8) * slice + at) : make_uint4(0, 0, 0, 0);
+          for (int i = 0; i < F::PIECES; i++) {
+            const int at = c * F::ROW_BYTES + i * 64 + t * 16;
+            const bool inside = BITS != 16 || at < min_int(slice, row_bytes - first * F::ROW_BYTES);
+            lo[i] = inside ? *(const uint4*)(codes_sh + g * slice + at) : make_uint4(0, 0, 0, 0), hi[i] = inside ? *(const uint4*)(codes_sh + (g + 8) * slice + at) : make_uint4(0, 0, 0, 0);
+          }
+          u32 m[1][F::MMAS][4];
+          unpack<BITS>(m[0], lo, hi);
+#pragma unroll
+          for (int i = 0; i < BLOCK / 128; i++) x[0][i] = *(const uint4*)(x_sh + (token * groups + k) * BLOCK + (g & 1) * 64 + t * 16 + i * 128);
+          const float sx = BITS == 16 ? 1.f : sx_sh[other * groups + k];
+          RowScales<SUB> s;
+#pragma unroll
+          for (int q = 0; q < SUB; q++) {
+            const int at = G == 0 ? 0 : min_int(k * SUB + q, scales - 1);
+            const float unit = BITS == 4 ? 0.0625f : 1.f;
+            s.lo[q] = unit * to_f32(scales_sh[g * scales + at]), s.hi[q] = unit * to_f32(scales_sh[(g + 8) * scales + at]);
+          }
+          float* sums = acc;
+          group_products<BITS, SUB, 1, 1>(&sums, 0, m, &s, x, &sx);
         }
-        u32 m[1][F::MMAS][4];
-        unpack<BITS>(m[0], lo, hi);
-#pragma unroll
-        for (int i = 0; i < BLOCK / 128; i++) x[0][i] = *(const uint4*)(x_sh + (token * groups + k) * BLOCK + (g & 1) * 64 + t * 16 + i * 128);
-        const float sx = BITS == 16 ? 1.f : sx_sh[other * groups + k];
-        RowScales<SUB> s;
-#pragma unroll
-        for (int q = 0; q < SUB; q++) {
-          const int at = G == 0 ? 0 : min_int(k * SUB + q, scales - 1);
-          const float unit = BITS == 4 ? 0.0625f : 1.f;
-          s.lo[q] = unit * to_f32(scales_sh[g * scales + at]), s.hi[q] = unit * to_f32(scales_sh[(g + 8) * scales + at]);
+        if (t < count) {
+          float* out = sums_sh + ((other * chunks + info.chunk) * a.split + part) * 16;
+          out[g] = acc[0], out[g + 8] = acc[1];
         }
-        float* sums = acc;
-        group_products<BITS, SUB, 1, 1>(&sums, 0, m, &s, x, &sx);
-      }
-      if (t < count) {
-        float* out = sums_sh + ((other * chunks + info.chunk) * a.split + part) * 16;
-        out[g] = acc[0], out[g + 8] = acc[1];
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(empty_sh + stage);

@@ -108,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(256) add_gated(const __grid_constan
 
 struct ArgmaxArgs {
   int* tokens;
+  Sent sent;
   const float* logits;  // [T, V]
   u64* best;            // [T], zero before the first launch
   int* counters;        // [T], zero before the first launch
@@ -139,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(256) argmax_rows(const __grid_const
   }
   if (!arrives_last(a.counters + blockIdx.y, gridDim.x, &last_sh)) return;
   if (threadIdx.x == 0) {
-    a.tokens[blockIdx.y] = (int)(0xffffffffu - (u32)atomicExch(a.best + blockIdx.y, 0ull));
-    if (a.positions) a.positions[blockIdx.y]++;
+    const int token = (int)(0xffffffffu - (u32)atomicExch(a.best + blockIdx.y, 0ull));
+    a.tokens[blockIdx.y] = token;
+    if (a.positions) send(a.sent, a.positions[blockIdx.y]++, blockIdx.y, token);
   }
 }

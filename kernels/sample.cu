@@ -38,6 +38,8 @@ struct SampleArgs {
   u64* masses;          // [T][BINS], zero before the first launch
   u64* slices;          // [T][SLICES]
   int* positions;       // [T], advanced by one
+  Sent sent;            // tokens, from `sent_faults` on faults
+  int sent_faults;
   int V;
 };
 
@@ -244,8 +246,9 @@ extern "C" __global__ void __launch_bounds__(1024) sample_draw(const __grid_cons
   const bool draws = r.scale != 0.f;
   __syncthreads();
   auto finish = [&](int token, int fault) {
-    a.tokens[row] = token, a.positions[row]++;
-    a.faults[2 * row] = fault, a.faults[2 * row + 1] = fault > 0 ? __float_as_int(a.logits[(size_t)row * a.V + fault - 1]) : 0;
+    const int position = a.positions[row]++, value = fault > 0 ? __float_as_int(a.logits[(size_t)row * a.V + fault - 1]) : 0;
+    a.tokens[row] = token, a.faults[2 * row] = fault, a.faults[2 * row + 1] = value;
+    send(a.sent, position, row, token), send(a.sent, position, a.sent_faults + 2 * row, fault), send(a.sent, position, a.sent_faults + 2 * row + 1, value);
     a.best[row] = 0, a.bad[row] = 0;
     if (r.penalty != 1.f) a.seen[(size_t)row * div_up(a.V, 32) + (token >> 5)] |= 1u << (token & 31);
   };

@@ -7,8 +7,9 @@
 //
 // x      [D] f32, its last bits zero, in and out; layers [num_layers] StepLayer; partial [Hk][max_splits][16][Dh + 2] words of 64 bits; uses [grid]
 //        ints. Before the first launch x_box has a one as the last bit of every element, and all else that passes between blocks is zero
-// needs  D, H Dh, F multiples of 128, D and H Dh <= 4096, F <= 2048; groups of 128 fewer than 8 or a multiple of 8, of D not 5 to 7; E <= 128,
-//        K <= 32, the plain highest; Dh in {64, 128}, H / Hk <= 8; int4 and int8 codes of 128 weights a scale; K split down_rows <= RED
+// needs  D, H Dh, F multiples of 128, D and H Dh <= 4096; groups of 128 fewer than 8 or a multiple of 8, of D not 5 to 7; E <= 128, K <= 32, the
+//        plain highest; Dh in {64, 128}, H / Hk <= 8; int4 and int8 codes of 128 weights a scale; F <= 2048 and K split down_rows <= RED; or
+//        long: F a multiple of 1024 to 16384, D <= 32 rows a block
 //
 // Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
 // bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.
@@ -65,9 +66,13 @@ struct StepArgs {
 
 static const int COMPUTE = 8;         // warps
 static const int TILES_AHEAD = 8;     // at most, a power of two
+static const int PROJECTED_PIECES = 8;  // copies of a tile of projections: whole, they keep what blocks wait for from each other
 static const int PLANE_GROUPS = 8;    // that a warp holds at a time
+static const int LONG_ROWS = 4;       // of a tile where they are long
+static const int LONG_ROUNDS = 2;     // pairs of groups of each quarter of one that a warp has at most
+static const int LONG_PLANES = 8 * LONG_ROUNDS;
 static const int RED = 2048;          // floats of partial sums
-static const int SLICE = 16;          // groups of a tile
+static const int SLICE = 16;          // groups of a row that warps have two of at a time; two slices make one product
 
 // A float with the last bit of this use.
 DEV u32 tagged(float x, u32 tag) { return __float_as_uint(without_tag(x)) | tag; }
@@ -111,27 +116,50 @@ DEV void take_rows(float (*f)[E], const float* const* row, u32 tag, const bool* 
 #pragma unroll
     for (int i = 0; i < E; i++) f[j][i] = __uint_as_float(v[j][i] & ~1u);
 }
-// N runs of eight floats, zeros where not wanted
+// N runs of eight floats, `step` apart, zeros where not wanted: `ask` may come long before `take`.
 template <int N>
-DEV void take8(float (*f)[8], const float* const* at, u32 tag, const bool* want) {
+struct Runs8 {
   uint4 v[N][2];
-  u32 wrong;
+  const float* at;
+  int step;
+  bool want[N];
+  DEV void prepare(u32 tag) {
 #pragma unroll
-  for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
-  do {
-    wrong = 0;
+    for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
+  }
+  DEV void peek_all() {
 #pragma unroll
     for (int j = 0; j < N; j++)
-      if (want[j]) peek<4>(&v[j][0].x, at[j]), peek<4>(&v[j][1].x, at[j] + 4);
+      if (want[j]) peek<4>(&v[j][0].x, at + j * step), peek<4>(&v[j][1].x, at + j * step + 4);
+  }
+  DEV bool there(u32 tag) const {
+    u32 wrong = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) wrong |= wrong_tags(v[j][0], tag) | wrong_tags(v[j][1], tag);
-  } while (__any_sync(0xffffffffu, wrong & 1));
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
-    *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
+    return !__any_sync(0xffffffffu, wrong & 1);
   }
-}
+  DEV void give(float (*f)[8]) const {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
+      *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+  DEV void ask(u32 tag) {
+    prepare(tag);
+    peek_all();
+  }
+  DEV void take_asked(float (*f)[8], u32 tag) {
+    while (!there(tag)) peek_all();
+    give(f);
+  }
+  DEV void take(float (*f)[8], u32 tag) {
+    prepare(tag);
+    do peek_all();
+    while (!there(tag));
+    give(f);
+  }
+};
 DEV void take_logits(float* v, const float* at, int E, u32 tag) {
   const int lane = threadIdx.x & 31;
   u32 x[4], wrong;
@@ -229,23 +257,15 @@ struct Front {
     const int tile = next - 2;
     if (tile >= 0) barrier_wait(sh.full + (tile & (TILES_AHEAD - 1)), tile / TILES_AHEAD & 1);
   }
-  // Tiles of sixteen rows of one matrix or two, [matrix][row][group], then their scales likewise; a slice of the groups each, and whole
-  // rows, which lie in one run, where there is one slice.
-  DEV void tiles(const char* packed, const bf16* scale, const char* packed2, const bf16* scale2, int matrices, int groups, int group_bytes) {
-    const int lane = threadIdx.x & 31, row = lane & 15;
-    const bool codes = lane < 16, whole = groups <= SLICE;
-    const int unit = codes ? group_bytes : 2;
-#pragma unroll 1
-    for (int first = 0; first < groups; first += SLICE) {
-      const int here = min_int(SLICE, groups - first), run = here * unit;
-      char* to = open(matrices * 16 * here * (group_bytes + 2)) + (codes ? 0 : matrices * 16 * here * group_bytes);
-#pragma unroll 1
-      for (int m = 0; m < matrices; m++) {
-        const char* from = codes ? (m ? packed2 : packed) : (const char*)(m ? scale2 : scale);
-        stream_copies(sh.full + (next & (TILES_AHEAD - 1)), to + (m * 16 + row) * run, from + ((u64)row * groups + first) * unit, whole ? (row == 0 ? 16 * run : 0) : run);
-      }
-      next++;
-    }
+  // A tile of so many groups of one matrix or two, whole rows of each, then their scales likewise: codes of each in `pieces` copies, at most
+  // eight. A copy of a few hundred bytes takes as long as one of kilobytes.
+  DEV void tile(const char* packed, const bf16* scale, const char* packed2, const bf16* scale2, int matrices, int groups, int group_bytes, int pieces) {
+    const int lane = threadIdx.x & 31, m = matrices == 2 ? lane & 1 : 0, piece = (lane & 15) >> (matrices - 1);
+    const bool codes = lane < 16;
+    const int run = groups * (codes ? group_bytes : 2), each = codes ? run / pieces : run;
+    char* to = open(matrices * groups * (group_bytes + 2)) + (codes ? 0 : matrices * groups * group_bytes) + m * run + piece * each;
+    stream_copies(sh.full + (next & (TILES_AHEAD - 1)), to, (codes ? (m ? packed2 : packed) : (const char*)(m ? scale2 : scale)) + piece * each, piece < (codes ? pieces : 1) ? each : 0);
+    next++;
   }
 };
 
@@ -254,24 +274,39 @@ DEV void mma_u8_s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Sixteen rows times two groups, neighbours in the tile and in the planes: sums of rows g and g + 8 of each. Returns whether this lane has them.
+// Rows of a tile times two groups of each of WAYS slices, neighbours in the tile and in the planes; slices are `slice` groups apart in the
+// tile, `planes` in the planes. Sixteen rows of a product are 16 / WAYS rows of the tile, each with all slices, and a slice has columns of
+// its own. Sums of both groups, of [row] a lane as Rows says, which also says whether this lane has them.
 //
 // Four-bit codes are taken as they are, without sign, the upper ones times sixteen as all are in the sums, from which the total then goes.
-// Rows are a multiple of 128 bytes apart unless they have an odd number of four-bit groups. Every other row then begins with its second 64
-// bytes, so that eight rows take all banks; columns 2 and 3 have the activations in that order, as 0 and 1 have them in the other.
-template <int BITS>
-DEV bool multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh, int groups, int at, const char* x_sh, const float* sx_sh, const int* total_sh) {
+// What neighbouring rows of a product load is a multiple of 128 bytes apart, unless it is rows with an odd number of four-bit groups. Every other
+// one then begins with its second 64 bytes, so that eight rows take all banks, and so do the activations in its columns: those of its
+// slice, or where there is one slice, two columns more.
+template <int WAYS>
+struct Rows {
+  static const int OF_TILE = 16 / WAYS, SECOND = WAYS == 1 ? 8 : 4, SUMS = WAYS == 4 ? 1 : 2;  // the lane's second row; sums it has of a group
+  int row, way;
+  bool mine;
+  DEV Rows(bool crossed) {
+    const int lane = thread_anew() & 31, g = lane >> 2, t = lane & 3;
+    row = WAYS == 1 ? g : g >> 1, way = WAYS == 1 ? 0 : WAYS == 2 ? g & 1 : t, mine = WAYS == 4 ? !((g ^ t) & 1) : t == (g & crossed);
+  }
+};
+template <int BITS, int WAYS>
+DEV Rows<WAYS> multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh, int groups, int at, int slice, const char* x_sh, const float* sx_sh, const int* total_sh, int planes) {
   typedef Form<BITS, 128> F;
   const int lane = thread_anew() & 31, g = lane >> 2, t = lane & 3, row_bytes = groups * F::ROW_BYTES;
-  const int crossed = row_bytes % 128 == 0, row = g & crossed, column = g >> 1 & crossed;
-  const char *from = codes_sh + g * row_bytes + at * F::ROW_BYTES + t * 16, *x_from = x_sh + (g & 1) * 64 + t * 16;
-  const int run[2] = {row * 64, (row ^ 1) * 64};
+  const int crossed = WAYS > 1 || row_bytes % 128 == 0, row = g & crossed, column = g >> 1 & crossed;
+  const Rows<WAYS> has(crossed);
+  const char *from = codes_sh + (WAYS == 1 ? g : g >> 1) * row_bytes + (at + (WAYS == 1 ? 0 : (g & 1) * slice)) * F::ROW_BYTES + t * 16;
+  const char* x_from = x_sh + (WAYS == 1 ? 0 : (g >> 1 & (WAYS - 1)) * planes * 256) + (g & 1) * 64 + t * 16;
+  const int run[2] = {row * 64, (row ^ 1) * 64}, second = WAYS == 4 ? 2 * slice * F::ROW_BYTES : Rows<WAYS>::SECOND * row_bytes;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const int k = BITS == 4 ? n ^ row : n;
     int c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}}, y[2];
     if (BITS == 4) {
-      const uint4 lo = *(const uint4*)(from + run[n]), hi = *(const uint4*)(from + 8 * row_bytes + run[n]);
+      const uint4 lo = *(const uint4*)(from + run[n]), hi = *(const uint4*)(from + second + run[n]);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint4 x = *(const uint4*)(x_from + (n ^ column) * 256 + i * 128);
@@ -279,13 +314,16 @@ DEV bool multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh,
         mma_u8_s8(c[0], a[0] & low, a[1] & low, a[2] & low, a[3] & low, x.x, x.z);
         mma_u8_s8(c[1], a[0] & ~low, a[1] & ~low, a[2] & ~low, a[3] & ~low, x.y, x.w);
       }
+      if (WAYS == 4)
 #pragma unroll
-      for (int r = 0; r < 2; r++) y[r] = (c[0][2 * r] * 256 + c[0][2 * r + 1]) * 16 + c[1][2 * r] * 256 + (c[1][2 * r + 1] - total_sh[k]);
+        for (int i = 0; i < 4; i++) c[i >> 1][i & 1] = t < 2 ? c[i >> 1][i & 1] : c[i >> 1][2 + (i & 1)];
+#pragma unroll
+      for (int r = 0; r < Rows<WAYS>::SUMS; r++) y[r] = (c[0][2 * r] * 256 + c[0][2 * r + 1]) * 16 + c[1][2 * r] * 256 + (c[1][2 * r + 1] - total_sh[has.way * planes + k]);
     } else {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const char* p = from + n * 128 + run[i];
-        const uint4 lo = *(const uint4*)p, hi = *(const uint4*)(p + 8 * row_bytes), x = *(const uint4*)(x_from + n * 256 + (i ^ column) * 128);
+        const uint4 lo = *(const uint4*)p, hi = *(const uint4*)(p + second), x = *(const uint4*)(x_from + n * 256 + (i ^ column) * 128);
         const u32 sign = 0x80808080u, a[2][4] = {{lo.x ^ sign, hi.x ^ sign, lo.y ^ sign, hi.y ^ sign}, {lo.z ^ sign, hi.z ^ sign, lo.w ^ sign, hi.w ^ sign}};
         mma_s8(c[0], a[0], x.x, x.y);
         mma_s8(c[1], a[1], x.z, x.w);
@@ -295,16 +333,17 @@ DEV bool multiply(float (*sums)[2], const char* codes_sh, const bf16* scales_sh,
     }
     const float unit = BITS == 4 ? 0.0625f : 1.f;
 #pragma unroll
-    for (int r = 0; r < 2; r++) sums[n][r] = __fmul_rn(unit * to_f32(scales_sh[(g + 8 * r) * groups + at + k]) * sx_sh[k], (float)y[r]);
+    for (int r = 0; r < Rows<WAYS>::SUMS; r++)
+      sums[n][r] = __fmul_rn(unit * to_f32(scales_sh[(has.row + Rows<WAYS>::SECOND * r) * groups + has.way * slice + at + k]) * sx_sh[has.way * planes + k], (float)y[r]);
   }
   if (BITS == 4 && row) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < Rows<WAYS>::SUMS; r++) {
       const float first = sums[1][r];
       sums[1][r] = sums[0][r], sums[0][r] = first;
     }
   }
-  return t == row;
+  return has;
 }
 
 // Sums of groups as SEGMENTS warps leave them that split k: each its own in order, then one after the other. Fewer groups than segments, or a
@@ -325,7 +364,7 @@ DEV float fold(const float* part, int stride, int groups) {
   return y;
 }
 
-template <int A, int B, int DH>
+template <int A, int B, int DH, bool LONG>
 struct Step {
   typedef AttendShared<DH, false> Unit;
   static const int UNIT_BYTES = whole_lines(Unit::BYTES);
@@ -348,8 +387,12 @@ struct Step {
   DEV u64* table() const { return (u64*)(unit() + UNIT_BYTES + COMPUTE * PLANE_GROUPS * 264 + 8 * RED); }
   DEV char* ring() const { return (char*)(table() + 6 * 128); }
 
+  // Slices of a row, and rows of a matrix in a tile.
+  DEV static int slice_of(int groups) { return groups > SLICE ? groups / 2 : groups; }
+  DEV static int rows_log(int groups) { return groups > SLICE ? 3 : 4; }
+  DEV static int rows_of(int groups) { return 1 << rows_log(groups); }
   // A block reads what all others must wait with overwriting only where it has a share of what follows.
-  DEV bool chooses() const { return (int)blockIdx.x < a.rule.K * (a.F / 16) || (int)blockIdx.x * a.down_rows < a.D; }
+  DEV bool chooses() const { return (int)blockIdx.x < a.rule.K * (a.F >> rows_log(a.D / 128)) || (int)blockIdx.x * a.down_rows < a.D; }
   DEV bool routes() const { return (int)blockIdx.x < a.rule.E || chooses(); }
 
   // ------------------------------------------------------------------------------------------------------------- compute
@@ -363,28 +406,31 @@ struct Step {
     tile++;
   }
 
-  // Of each slice of a row this warp has groups `2 warp` and `2 warp + 1`, a half of it one of them, a lane eight elements.
-  DEV int group(int slice) const { return slice * SLICE + 2 * warp + (lane >> 4); }
-  DEV int element(int slice) const { return group(slice) * 128 + (lane & 15) * 8; }
+  // Of both slices of a row, or the one, this warp has groups `2 warp` and `2 warp + 1`, a half of it one of them, a lane eight elements.
+  DEV int group(int j, int groups) const { return j * slice_of(groups) + 2 * warp + (lane >> 4); }
+  DEV int element(int j, int groups) const { return group(j, groups) * 128 + (lane & 15) * 8; }
+  DEV bool has(int j, int groups) const { return (j == 0 || groups > SLICE) && 2 * warp + (lane >> 4) < slice_of(groups); }
   // They times a gain (or null), with squares of groups; planes follow.
   DEV void take_row(float (*f)[8], const float* from, const float* gain, int groups, u32 tag) {
     float by[2][8];
-    const float* at[2] = {from + element(0), from + element(1)};
-    const bool want[2] = {group(0) < groups, group(1) < groups};
+    Runs8<2> row;
+    row.at = from + element(0, groups), row.step = slice_of(groups) * 128;
+#pragma unroll
+    for (int j = 0; j < 2; j++) row.want[j] = has(j, groups);
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int i = 0; i < 8; i++) by[j][i] = 1.f;
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      if (gain && group(j) < groups) *(float4*)by[j] = *(const float4*)(gain + element(j)), *(float4*)(by[j] + 4) = *(const float4*)(gain + element(j) + 4);
-    take8<2>(f, at, tag, want);
+      if (gain && has(j, groups)) *(float4*)by[j] = *(const float4*)(gain + element(j, groups)), *(float4*)(by[j] + 4) = *(const float4*)(gain + element(j, groups) + 4);
+    row.take(f, tag);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      if (j * SLICE >= groups) break;
+      if (j == 1 && groups <= SLICE) break;
       if (gain) {
         const float square = group_square(f[j]);
-        if (group(j) < groups && (lane & 15) == 0) sh.square[group(j)] = square;
+        if (has(j, groups) && (lane & 15) == 0) sh.square[group(j, groups)] = square;
       }
 #pragma unroll
       for (int i = 0; i < 8; i++) f[j][i] *= by[j][i];
@@ -394,41 +440,50 @@ struct Step {
   DEV void stage(const float (*f)[8], int groups) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      if (j * SLICE >= groups) break;
-      make_block<BITS>(planes() + (2 * j + (lane >> 4)) * 256, plane_scales() + 2 * j + (lane >> 4), lane & 15, f[j], group(j) < groups, BITS == 4 ? plane_totals() + 2 * j + (lane >> 4) : 0);
+      if (j == 1 && groups <= SLICE) break;
+      make_block<BITS>(planes() + (2 * j + (lane >> 4)) * 256, plane_scales() + 2 * j + (lane >> 4), lane & 15, f[j], has(j, groups), BITS == 4 ? plane_totals() + 2 * j + (lane >> 4) : 0);
     }
     __syncwarp();
   }
 
-  // Products of the staged row with tiles of sixteen rows (GATED: of each of two matrices): put(tile, row, sum, early(tile, row)) by some
-  // warp, where early is asked before sums are there.
+  // Sums of the groups that this warp has, of a matrix in a tile: part [groups][ROWS].
+  template <int BITS, int WAYS>
+  DEV void tile_sums(float* part, int ROWS, const char* codes_sh, const bf16* scales_sh, int groups) {
+    const int slice = groups / WAYS;
+    // where a slice has fewer groups than all warps take
+    if (2 * warp >= slice) return;
+    float sums[2][2];
+    const Rows<WAYS> has = multiply<BITS, WAYS>(sums, codes_sh, scales_sh, groups, 2 * warp, slice, planes(), plane_scales(), plane_totals(), 2);
+    float* to = part + (has.way * slice + 2 * warp) * ROWS + has.row;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (has.mine && 2 * warp + i < slice) to[i * ROWS] = sums[i][0], to[i * ROWS + Rows<WAYS>::SECOND] = sums[i][1];
+  }
+  // Products of the staged row with tiles of sixteen rows, or eight that are longer than a slice (GATED: of each of two matrices): put(tile, row,
+  // sum, early(tile, row)) by some warp, where early is asked before sums are there.
   template <int BITS, bool GATED, class Early, class Put>
   DEV void products(int tiles, int groups, const Early& early, const Put& put) {
-    const int ROWS = GATED ? 32 : 16, most = min_int(COMPUTE, RED / (groups * ROWS));
+    const int each = rows_of(groups), ROWS = GATED ? 2 * each : each, most = min_int(COMPUTE, RED / (groups * ROWS));
 #pragma unroll 1
     for (int next = blockIdx.x; next < tiles;) {
       const int first = next;
       float* part = sums();
       int n = 0;
 #pragma unroll 1
-      for (; n < most && next < tiles; n++, next += gridDim.x)
+      for (; n < most && next < tiles; n++, next += gridDim.x) {
+        const char* codes_sh = wait_tile();
+        const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * groups * Form<BITS, 128>::ROW_BYTES);
 #pragma unroll 1
-        for (int slice = 0; slice * SLICE < groups; slice++) {
-          const int here = min_int(SLICE, groups - slice * SLICE);
-          const char* codes_sh = wait_tile();
-          const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * here * Form<BITS, 128>::ROW_BYTES);
-          float* to = part + (n * groups + slice * SLICE + 2 * warp) * ROWS + (lane >> 2);
-          // past the last group lie other bytes, and sums that nobody keeps
-#pragma unroll 1
-          for (int half = 0; half < ROWS; half += 16) {
-            float sums[2][2];
-            const bool mine = multiply<BITS>(sums, codes_sh + half * here * Form<BITS, 128>::ROW_BYTES, scales_sh + half * here, here, 2 * warp, planes() + slice * 512, plane_scales() + slice * 2, plane_totals() + slice * 2);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-              if (mine && 2 * warp + i < here) to[i * ROWS + half] = sums[i][0], to[i * ROWS + half + 8] = sums[i][1];
-          }
-          leave_tile();
+        for (int row = 0; row < ROWS; row += each) {
+          float* to = part + n * groups * ROWS + row;
+          const char* codes = codes_sh + row * groups * Form<BITS, 128>::ROW_BYTES;
+          if (groups > SLICE)
+            tile_sums<BITS, 2>(to, ROWS, codes, scales_sh + row * groups, groups);
+          else
+            tile_sums<BITS, 1>(to, ROWS, codes, scales_sh + row * groups, groups);
         }
+        leave_tile();
+      }
       const int mine = first + warp * gridDim.x, row = lane & (ROWS - 1);
       const float more = warp < n ? early(mine, row) : 0.f;
       compute_barrier();
@@ -439,27 +494,29 @@ struct Step {
 
   // Groups of the input and tiles of q, k, v, or of the output projection; the matrix of a tile, and the tile's first row in it.
   DEV int projected_groups(bool last) const { return (last ? a.attention.H * DH : a.D) / 128; }
-  DEV int projected_tiles(bool last) const { return last ? a.D / 16 : (a.attention.H + 2 * a.attention.Hk) * DH / 16; }
+  DEV int projected_tiles(bool last) const { return (last ? a.D : (a.attention.H + 2 * a.attention.Hk) * DH) >> rows_log(projected_groups(last)); }
   DEV const StepMatrix& place(const StepLayer& y, bool last, int t, int& row) const {
-    const int q_tiles = a.attention.H * DH / 16, kv_tiles = a.attention.Hk * DH / 16, matrix = last ? 3 : (t >= q_tiles) + (t >= q_tiles + kv_tiles);
-    row = (t - (matrix == 1 ? q_tiles : matrix == 2 ? q_tiles + kv_tiles : 0)) * 16;
+    const int q_rows = a.attention.H * DH, kv_rows = a.attention.Hk * DH;
+    row = t << rows_log(projected_groups(last));
+    const int matrix = last ? 3 : (row >= q_rows) + (row >= q_rows + kv_rows);
+    row -= matrix == 1 ? q_rows : matrix == 2 ? q_rows + kv_rows : 0;
     return (&y.q)[matrix];
   }
   DEV bool projects(bool last) const { return (int)blockIdx.x < projected_tiles(last); }
   // q, k, v of x, or x and the output projection of attention.
   DEV void project(const StepLayer& y, bool last, u32 before, u32 tag) {
-    const int groups = projected_groups(last), tiles = projected_tiles(last);
+    const int groups = projected_groups(last), rows = rows_of(groups), tiles = projected_tiles(last);
     if (!projects(last)) return;
     float f[2][8];
     take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, groups, last ? tag : before);
     stage<A>(f, groups);
-    products<A, false>(tiles, groups, [&](int t, int r) { return last ? known(a.x_box + t * 16 + r) : 0.f; }, [&](int t, int r, float sum, float x) {
+    products<A, false>(tiles, groups, [&](int t, int r) { return last ? known(a.x_box + t * rows + r) : 0.f; }, [&](int t, int r, float sum, float x) {
       int row;
       const float* bias = place(y, last, t, row).bias;
       if (!last) sum *= inverse_rms(sh.square, groups, a.D, a.eps);
       if (bias) sum = __fadd_rn(sum, bias[row + r]);
       if (last) sum = __fadd_rn(__fmul_rn(sum, a.scale), x);
-      if (lane < 16) post((last ? a.middle : (float*)a.attention.q) + t * 16 + r, sum, tag);
+      if (lane < rows) post((last ? a.middle : (float*)a.attention.q) + t * rows + r, sum, tag);
     });
   }
 
@@ -502,7 +559,7 @@ struct Step {
     auto load_router = [&](int e) {
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (group(j) < groups && e < E) w[j] = load_v4(y.router + (size_t)e * a.D + element(j));
+        if (has(j, groups) && e < E) w[j] = load_v4(y.router + (size_t)e * a.D + element(j, groups));
     };
     load_router(blockIdx.x);
     take_row(f, a.middle, y.moe_gain, groups, tag);
@@ -512,12 +569,12 @@ struct Step {
     for (int e = blockIdx.x; e < E; n++) {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        if (j * SLICE >= groups) break;
+        if (j == 1 && groups <= SLICE) break;
         float r[8];
 #pragma unroll
         for (int i = 0; i < 4; i++) r[2 * i] = bf16_lo(word_at(w[j], i)), r[2 * i + 1] = bf16_hi(word_at(w[j], i));
         const float one = group_dot(r, *(float4*)f[j], *(float4*)(f[j] + 4));
-        if (group(j) < groups && (lane & 15) == 0) part[n * groups + group(j)] = one;
+        if (has(j, groups) && (lane & 15) == 0) part[n * groups + group(j, groups)] = one;
       }
       e += gridDim.x;
       load_router(e);
@@ -536,16 +593,17 @@ struct Step {
   }
 
   DEV void gate_up(u32 tag) {
-    products<B, true>(a.rule.K * (a.F / 16), a.D / 128, [](int, int) { return 0.f; }, [&](int t, int r, float sum, float) {
-      const float up = __shfl_down_sync(0xffffffffu, sum, 16);
-      if (r < 16) post(a.h + t * 16 + r, silu(sum) * up, tag);
+    const int rows_bits = rows_log(a.D / 128), rows = 1 << rows_bits;
+    products<B, true>(a.rule.K * (a.F >> rows_bits), a.D / 128, [](int, int) { return 0.f; }, [&](int t, int r, float sum, float) {
+      const float up = __shfl_down_sync(0xffffffffu, sum, rows);
+      if (lane < rows) post(a.h + t * rows + r, silu(sum) * up, tag);
     });
   }
 
   // Rows of a tile times all chosen experts; teams of `split` warps take an expert each.
   DEV void down(bool last, u32 tag) {
     const int groups = a.F / 128, K = a.rule.K, ROWS = a.down_rows, split = a.split, shift = __ffs(split) - 1, team = warp >> shift, part = warp - team * split, teams = COMPUTE >> shift;
-    const int begin = groups * part >> shift, end = groups * (part + 1) >> shift, code_bytes = 16 * groups * Form<B, 128>::ROW_BYTES;
+    const int each = div_up(groups, split), begin = min_int(groups, each * part), end = min_int(groups, each * (part + 1)), code_bytes = 16 * groups * Form<B, 128>::ROW_BYTES;
     if (threadIdx.x == 0 && chooses() && (int)blockIdx.x * ROWS >= a.D) barrier_arrive(&sh.halfway);
 #pragma unroll 1
     for (int next = blockIdx.x; next * ROWS < a.D; next += gridDim.x) {
@@ -562,14 +620,11 @@ struct Step {
           // up to eight groups of h, a half of the warp one at a time
           const int half = lane >> 4, passes = div_up(min_int(PLANE_GROUPS, end - first), 2);
           float f[4][8];
-          const float* at[4];
-          bool want[4];
+          Runs8<4> h;
+          h.at = a.h + rank * a.F + (first + half) * 128 + (lane & 15) * 8, h.step = 256;
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const int k = first + 2 * j + half;
-            at[j] = a.h + rank * a.F + k * 128 + (lane & 15) * 8, want[j] = j < passes && k < end;
-          }
-          take8<4>(f, at, tag, want);
+          for (int j = 0; j < 4; j++) h.want[j] = j < passes && first + 2 * j + half < end;
+          h.take(f, tag);
           if (threadIdx.x == 0 && rank == 0 && first == begin && next == blockIdx.x) barrier_arrive(&sh.halfway);
 #pragma unroll
           for (int j = 0; j < 4; j++) {
@@ -586,7 +641,7 @@ struct Step {
               float sums[2][2];
               const int k = first + 2 * j;
               // of the group behind an odd last one nothing is kept
-              mine = multiply<B>(sums, codes_sh + i * code_bytes, scales_sh + i * 16 * groups, groups, k, planes() + 2 * j * 256, plane_scales() + 2 * j, plane_totals() + 2 * j);
+              mine = multiply<B, 1>(sums, codes_sh + i * code_bytes, scales_sh + i * 16 * groups, groups, k, 0, planes() + 2 * j * 256, plane_scales() + 2 * j, plane_totals() + 2 * j, 0).mine;
 #pragma unroll
               for (int r = 0; r < 2; r++) {
                 all[i][r] += sums[0][r];
@@ -628,6 +683,88 @@ struct Step {
     }
   }
 
+  // The same where rows are long: four rows a tile, from the ring, all of an expert's before those of the next. Of each quarter of h this warp has
+  // every eighth pair of groups; their planes lie where attention was.
+  DEV void down_long(bool last, u32 tag) {
+    const int ROWS = LONG_ROWS, groups = a.F / 128, quarter = groups / 4, pairs = quarter / 2, parts = 4 * pairs;
+    const int tiles = ((int)gridDim.x - 1 - (int)blockIdx.x + a.D / ROWS) / (int)gridDim.x;
+    if (tiles == 0) {
+      if (threadIdx.x == 0 && chooses()) barrier_arrive(&sh.halfway);
+      return;
+    }
+    char* h_sh = unit() + warp * LONG_PLANES * 256;  // [round][quarter][two]
+    float* h_scales = (float*)(unit() + COMPUTE * LONG_PLANES * 256) + warp * LONG_PLANES;
+    int* h_totals = (int*)(unit() + COMPUTE * LONG_PLANES * 260) + warp * LONG_PLANES;
+    // of a lane: row `lane & 3` of tile `lane >> 2`, in the first warp
+    const int out = (blockIdx.x + min_int(lane / ROWS, tiles - 1) * gridDim.x) * ROWS + lane % ROWS;
+    const float before = warp == 0 ? known(a.middle + out) : 0.f;
+    float sum = 0.f;
+    Runs8<4> h[LONG_ROUNDS];
+    auto ask = [&](int rank) {
+#pragma unroll
+      for (int round = 0; round < LONG_ROUNDS; round++) {
+        const int pair = round * COMPUTE + warp;
+        h[round].at = a.h + rank * a.F + (2 * pair + (lane >> 4)) * 128 + (lane & 15) * 8, h[round].step = quarter * 128;
+#pragma unroll
+        for (int j = 0; j < 4; j++) h[round].want[j] = pair < pairs;
+        h[round].ask(tag);
+      }
+    };
+    ask(0);
+#pragma unroll 1
+    for (int rank = 0; rank < a.rule.K; rank++) {
+#pragma unroll
+      for (int round = 0; round < LONG_ROUNDS; round++) {
+        float f[4][8];
+        h[round].take_asked(f, tag);
+        if (threadIdx.x == 0 && rank == 0 && round == 0) barrier_arrive(&sh.halfway);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int i = round * 8 + 2 * j + (lane >> 4);
+          make_block<B>(h_sh + i * 256, h_scales + i, lane & 15, f[j], h[round].want[j], B == 4 ? h_totals + i : 0);
+        }
+      }
+      __syncwarp();
+      if (rank + 1 < a.rule.K) ask(rank + 1);
+      float* part = sums();
+#pragma unroll 1
+      for (int t = 0; t < tiles; t++) {
+        const char* codes_sh = wait_tile();
+        const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * groups * Form<B, 128>::ROW_BYTES);
+        auto product = [&](float (*two)[2], int round) { return multiply<B, 4>(two, codes_sh, scales_sh, groups, 2 * (round * COMPUTE + warp), quarter, h_sh + round * 8 * 256, h_scales + round * 8, h_totals + round * 8, 2); };
+        auto keep = [&](const float (*two)[2], const Rows<4>& has, int round) {
+          if (has.mine) part[(has.way * pairs + round * COMPUTE + warp) * 32 + t * ROWS + has.row] = two[0][0] + two[1][0];
+        };
+        if (warp + COMPUTE < pairs) {
+          float first[2][2], second[2][2];
+          const Rows<4> has = product(first, 0);
+          product(second, 1);
+          keep(first, has, 0), keep(second, has, 1);
+        } else if (warp < pairs) {
+          float first[2][2];
+          const Rows<4> has = product(first, 0);
+          keep(first, has, 0);
+        }
+        leave_tile();
+      }
+      compute_barrier();
+      if (warp == 0) {
+        float one = 0.f;
+#pragma unroll 8
+        for (int i = 0; i < parts; i++) one += part[i * 32 + lane];
+        sum = fmaf(sh.gate[rank], one, sum);
+      }
+      turn ^= 1;
+    }
+    if (warp == 0 && lane < tiles * ROWS) {
+      const float y = fmaf(a.moe_scale, sum, before);
+      if (last)
+        a.x[out] = without_tag(y);
+      else
+        post(a.x_box + out, y, tag);
+    }
+  }
+
   DEV void compute(u32 use) {
     for (int row = blockIdx.x * 32 * COMPUTE + threadIdx.x; row < a.D; row += gridDim.x * 32 * COMPUTE) post(a.x_box + row, a.x[row], use & 1 ^ 1);
     load_angles(sh.angle, a.attention, *a.attention.positions, threadIdx.x, 32 * COMPUTE);
@@ -654,7 +791,10 @@ struct Step {
       if (!last) continue;
       if (routes()) route(y, tag);
       gate_up(tag);
-      down(layer == a.num_layers - 1, tag);
+      if (LONG)
+        down_long(layer == a.num_layers - 1, tag);
+      else
+        down(layer == a.num_layers - 1, tag);
     }
   }
 
@@ -687,18 +827,22 @@ struct Step {
         for (int t = blockIdx.x; t < projected_tiles(last); t += gridDim.x) {
           int row;
           const StepMatrix& m = place(y, last, t, row);
-          front.tiles(m.packed + (u64)row * groups * GROUP, m.scale + (u64)row * groups, 0, 0, 1, groups, GROUP);
+          front.tile(m.packed + (u64)row * groups * GROUP, m.scale + (u64)row * groups, 0, 0, 1, rows_of(groups) * groups, GROUP, PROJECTED_PIECES);
         }
       }
       if (!chooses()) continue;
       choose_experts(front, y, layer, use & 1);
+      if (LONG) {
+        long_tiles(front);
+        continue;
+      }
       front.await_last();
       down_tiles();
     }
   }
   // Asks for tiles of the first half as soon as their expert is known.
   DEV void choose_experts(Front& front, const StepLayer& y, int layer, u32 tag) {
-    const int groups = a.D / 128, tiles = a.F / 16, GROUP = Form<B, 128>::ROW_BYTES;
+    const int groups = a.D / 128, rows = rows_of(groups), tiles = a.F >> rows_log(groups), GROUP = Form<B, 128>::ROW_BYTES;
     stream_expect(&sh.table_full, 48 * a.rule.E);
     stream_copies(&sh.table_full, (char*)table(), y.table, lane == 0 ? 48 * a.rule.E : 0);
     barrier_wait(&sh.table_full, layer & 1);
@@ -708,12 +852,22 @@ struct Step {
     choose<4, false>(id, gate, a.rule, v, 0, [&](int rank, int expert) {
 #pragma unroll 1
       for (; next < (rank + 1) * tiles; next += gridDim.x) {
-        const u64 *at = table() + expert * 6, row = (next - rank * tiles) * 16 * groups;
-        front.tiles((const char*)at[0] + row * GROUP, (const bf16*)at[1] + row, (const char*)at[2] + row * GROUP, (const bf16*)at[3] + row, 2, groups, GROUP);
+        const u64 *at = table() + expert * 6, row = (u64)(next - rank * tiles) * rows * groups;
+        front.tile((const char*)at[0] + row * GROUP, (const bf16*)at[1] + row, (const char*)at[2] + row * GROUP, (const bf16*)at[3] + row, 2, rows * groups, GROUP, 1);
       }
     });
     if (lane < a.rule.K) sh.id[lane] = id, sh.gate[lane] = gate;
     __syncwarp();
+  }
+  DEV void long_tiles(Front& front) {
+    const int groups = a.F / 128, GROUP = Form<B, 128>::ROW_BYTES;
+#pragma unroll 1
+    for (int p = 0; p < a.rule.K; p++)
+#pragma unroll 1
+      for (int t = blockIdx.x; t * LONG_ROWS < a.D; t += gridDim.x) {
+        const u64 *at = table() + sh.id[p] * 6 + 4, row = (u64)t * LONG_ROWS * groups;
+        front.tile((const char*)at[0] + row * GROUP, (const bf16*)at[1] + row, 0, 0, 1, LONG_ROWS * groups, GROUP, 1);
+      }
   }
   // A tile of rows of all experts into the place of attention, which is done.
   DEV void down_tiles() {
@@ -735,7 +889,7 @@ struct Step {
   }
 };
 
-template <int A, int B, int DH>
+template <int A, int B, int DH, bool LONG>
 DEV void step(const StepArgs& a) {
   __shared__ StepShared sh;
   if (threadIdx.x == 0) {
@@ -744,7 +898,7 @@ DEV void step(const StepArgs& a) {
   }
   barrier_init_done();
   const u32 use = a.uses[blockIdx.x] + 1;
-  Step<A, B, DH> s(a, sh);
+  Step<A, B, DH, LONG> s(a, sh);
   if (threadIdx.x == 0) s.begin(use);
   __syncthreads();
   if (s.warp >= COMPUTE) {
@@ -758,13 +912,21 @@ DEV void step(const StepArgs& a) {
   if (thread_anew() == 0) a.uses[blockIdx.x] += a.num_layers;
 }
 
-#define STEP(NAME, A, B, DH) \
-  extern "C" __global__ void __launch_bounds__(32 * (COMPUTE + 4), 1) step_##NAME##_d##DH(const __grid_constant__ StepArgs a) { step<A, B, DH>(a); }
+#define STEP(NAME, A, B, DH, LONG) \
+  extern "C" __global__ void __launch_bounds__(32 * (COMPUTE + 4), 1) step_##NAME##_d##DH(const __grid_constant__ StepArgs a) { step<A, B, DH, LONG>(a); }
 #if !defined(ONE_FORM) || defined(FORM_w8_w4)
-STEP(w8_w4, 8, 4, 64)
-STEP(w8_w4, 8, 4, 128)
+STEP(w8_w4, 8, 4, 64, false)
+STEP(w8_w4, 8, 4, 128, false)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w4_w4)
-STEP(w4_w4, 4, 4, 64)
-STEP(w4_w4, 4, 4, 128)
+STEP(w4_w4, 4, 4, 64, false)
+STEP(w4_w4, 4, 4, 128, false)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w8_w4_long)
+STEP(w8_w4_long, 8, 4, 64, true)
+STEP(w8_w4_long, 8, 4, 128, true)
+#endif
+#if !defined(ONE_FORM) || defined(FORM_w4_w4_long)
+STEP(w4_w4_long, 4, 4, 64, true)
+STEP(w4_w4_long, 4, 4, 128, true)
 #endif

@@ -206,7 +206,7 @@ fn run_alone(mut engine: Engine, lens: &[u32]) -> (Found, Engine) {
 
 /// All layers of one token by one kernel, and by those that it replaces, which run where an expert may be missing: exact, at contexts around
 /// pages and at one that more than eight blocks share. Fails if `fold` takes segments of another length, if a block's arrivals are
-/// counted for another layer, or if a float is taken for one of the layer before; with blocks slowed down (memcheck), if one without rows of o
+/// counted for another layer, if a float is taken for one of the layer before, or if rows in several ways take each other's columns; with blocks slowed down (memcheck), if one without rows of o
 /// asks for keys where a warp still sums.
 #[test]
 fn all_layers_by_one_kernel_give_the_same_bits() {
@@ -233,6 +233,29 @@ fn all_layers_by_one_kernel_give_the_same_bits() {
                 ("num_attention_heads", 16),
                 ("num_experts_per_tok", 2),
                 ("moe_intermediate_size", 1024),
+            ]),
+            Format::INT4_G128,
+        ),
+        (
+            of(&[
+                ("hidden_size", 4096),
+                ("num_attention_heads", 32),
+                ("num_key_value_heads", 4),
+                ("head_dim", 128),
+                ("num_experts", 4),
+                ("num_experts_per_tok", 2),
+                ("moe_intermediate_size", 4096),
+            ]),
+            Format::INT8_G128,
+        ),
+        (
+            of(&[
+                ("hidden_size", 1024),
+                ("num_attention_heads", 16),
+                ("head_dim", 64),
+                ("num_experts", 4),
+                ("num_experts_per_tok", 3),
+                ("moe_intermediate_size", 14336),
             ]),
             Format::INT4_G128,
         ),

@@ -454,8 +454,9 @@ static bool run_down(DownArgs a, int bits, int G) {
   const int chunks = (groups + a.chunk - 1) / a.chunk;
   a.split = 1;
   while (a.split < 4 && a.chunk > 6 * a.split) a.split *= 2;
-  if (a.chunk > 6 * a.split) a.split = 16;
-  const int warps = std::max(8, a.split), teams = warps / a.split;
+  a.warps = a.split;
+  if (a.chunk > 6 * a.split) a.split = (a.chunk + 1) / 2, a.warps = (a.split + (a.split + 7) / 8 - 1) / ((a.split + 7) / 8);
+  const int teams = a.split > 4 ? 2 : 8 / a.warps, warps = teams * a.warps;
   const size_t stage = whole_lines(whole_lines(16 * std::min(16 * a.chunk * bits, row)) + 32 * scales);
   const size_t rest = (size_t)pairs * groups * (bits == 16 ? 512 : 256) + ((size_t)pairs * groups * 4 + 15) / 16 * 16 + 128ull * pairs * chunks * a.split + (a.direct.logits ? 48ull * a.direct.rule.E : 0);
   const int tiles = (a.D + 15) / 16, most = std::max(teams, std::min(8, (a.T * a.K * chunks * ((tiles + num_sm - 1) / num_sm) + teams - 1) / teams * teams));
@@ -584,7 +585,7 @@ static void check_router_and_experts() {
       snprintf(name, 128, "moe_down w%d g%d E %d K %d D %d F %d T %d", c.bits, c.G, E, K, D, F, T);
       for (int listed = !direct; T <= 4 && listed < 2; listed++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
-        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, {}, T, D, F, K, 0, 0, 0, 0.7f};
+        DownArgs down = {y, y, h, a.slots, a.num_slots, a.pairs, a.gates, {}, {}, T, D, F, K, 0, 0, 0, 0, 0.7f};
         if (!listed) down.gates = nullptr, down.direct = {a.logits, x.table, nullptr, nullptr, rule, 0};
         if (run_down(down, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
@@ -701,7 +702,7 @@ static void check_rows() {
   const int T = 5, V = 1003;
   float* logits = random_f32(T * V, 1.f);
   int *tokens = device<int>(T), *counters = zeros<int>(T);
-  launch((const void*)argmax_rows, dim3(3, T), 256, 0, ArgmaxArgs{tokens, logits, zeros<u64>(T), counters, nullptr, V});
+  launch((const void*)argmax_rows, dim3(3, T), 256, 0, ArgmaxArgs{tokens, {}, logits, zeros<u64>(T), counters, nullptr, V});
   std::vector<float> h = download(logits, T * V);
   std::vector<int> want, got = download(tokens, T);
   for (int t = 0; t < T; t++) want.push_back(first_max(std::vector<float>(&h[t * V], &h[t * V] + V)));
@@ -842,7 +843,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
     bool whole = T < pairs_from;
     if (whole) {
-      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, {}, T, s.D, s.F, s.K, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
+      ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, {}, T, s.D, s.F, s.K, 0, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
       ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K, wide); }});
       ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
@@ -858,7 +859,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     a.m[0] = {m.head.packed, m.head.scale, nullptr, nullptr, b.logits, s.V, s.V, 1.f, 0};
     run_linear(a, 8, 128, head_staged ? head_variant : N64);
   }});
-  if (decode) ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, b.logits, b.best, b.counters + 4096, nullptr, s.V}); }});
+  if (decode) ops.push_back({"argmax", s.L, 4.0 * T * s.V, [=] { launch((const void*)argmax_rows, dim3(std::max(16, 64 / T), T), 256, 0, ArgmaxArgs{b.tokens, {}, b.logits, b.best, b.counters + 4096, nullptr, s.V}); }});
   return ops;
 }
 static double time_graph(const std::vector<Op>& ops, const std::function<bool(const Op&)>& keep, int repeats) {
@@ -911,20 +912,16 @@ static Whole whole(const Model& m, const Buffers& b, int grid) {
   t.page_table = b.page_table, t.positions = b.positions, t.cosines = m.cosines, t.sines = m.sines, t.H = s.H, t.Hk = s.Hk, t.max_splits = splits;
   t.norm = s.qk_norm, t.rope_dim = s.Dh, t.clip = INFINITY, t.eps = 1e-6f, t.scale = 1.f / sqrtf(s.Dh);
   a.num_layers = s.L, a.D = s.D, a.F = s.F, a.eps = a.moe_eps = 1e-6f, a.scale = a.moe_scale = 0.1f;
-  a.split = groups > 6 ? 2 : 1, a.down_rows = s.D / 16 > grid ? 32 : 16;
+  a.split = groups > 6 ? 2 : 1, a.down_rows = groups > SLICE ? LONG_ROWS : s.D / 16 > grid ? 32 : 16;
   a.rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
   const size_t fixed = whole_lines(AttendShared<128, false>::BYTES) + 8 * 8 * 264 + 8 * RED + 48 * 128;
   a.ring = (int)((227 * 1024 - fixed - 2048) / COPY_LINE * COPY_LINE);
   return {a, fixed + a.ring};
 }
-static void run_whole(const Whole& w, int grid) { launch((const void*)step_w8_w4_d128, dim3(grid), 384, w.shared, w.a, true); }
+static void run_whole(const Whole& w, int grid) { launch(w.a.F > SLICE * 128 ? (const void*)step_w8_w4_long_d128 : (const void*)step_w8_w4_d128, dim3(grid), 384, w.shared, w.a, true); }
 // Both from the same x, bit by bit, after any number of layers; then times.
 static void check_whole(Model& m, int grid) {
   Buffers b;
-  if (m.s.F > 2048) {
-    puts("rows of the experts' second half are too long");
-    return;
-  }
   std::vector<Op> ops = program(m, 1, b);
   const Whole w = whole(m, b, grid);
   const int all = m.s.L;

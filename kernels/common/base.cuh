@@ -96,6 +96,15 @@ DEV void dependents_launch() {
 
 #define INFINITY_F __int_as_float(0x7f800000)
 
+// Choices on their way to the host: [steps][each] in its page-locked memory, a step's by the position of each sequence; null for none.
+struct Sent {
+  int* words;
+  int steps, each;
+};
+DEV void send(const Sent& to, int position, int at, int value) {
+  if (to.words) to.words[position % to.steps * to.each + at] = value;
+}
+
 // Vectors that pass from one kernel of a decode step to the next have a last bit of zero, which step.cu uses to tell that they are there.
 DEV float without_tag(float x) { return __uint_as_float(__float_as_uint(x) & ~1u); }
 DEV u32 word_at(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

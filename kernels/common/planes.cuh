@@ -78,8 +78,9 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use, 
   u32 top = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) top = max(top, __float_as_uint(f[i]) & 0x7fffffffu);
-#pragma unroll
-  for (int i = 8; i; i >>= 1) top = max(top, __shfl_xor_sync(0xffffffffu, top, i));
+  const bool second = threadIdx.x & 16;
+  const u32 tops[2] = {warp_max_u32(second ? 0 : top), warp_max_u32(second ? top : 0)};
+  top = second ? tops[1] : tops[0];
   const float largest = __uint_as_float(top), inv = largest > 1e-30f ? __fdividef(PLANES_MOST, largest) : 0.f;
   int hi[8], lo[8], sum = 0;
 #pragma unroll
@@ -88,7 +89,6 @@ DEV void make_block(char* block, float* scale, int c, const float* f, bool use, 
     hi[i] = (q + 128) >> 8, lo[i] = q - (hi[i] << 8), sum += q;
   }
   if (total) {
-    const bool second = threadIdx.x & 16;
     const u32 sums[2] = {warp_sum_u32(second ? 0 : sum), warp_sum_u32(second ? sum : 0)};
     if (use && in == 0) *total = 128 * (int)(second ? sums[1] : sums[0]);
   }

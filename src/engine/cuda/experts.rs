@@ -174,6 +174,7 @@ impl Engine {
                 chunk: whole.chunk as i32,
                 stages: whole.stages as i32,
                 split: whole.split as i32,
+                warps: whole.warps as i32,
                 scale,
             };
             return Ok(self.fast.launch(&format!("moe_down_{}", name(d, &down)), whole.grid, &args)?);

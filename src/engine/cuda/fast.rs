@@ -157,6 +157,7 @@ structs! {
         chunk: i32,
         stages: i32,
         split: i32,
+        warps: i32,
         scale: f32,
     }
     /// What a layer's attention has of its own.
@@ -453,6 +454,12 @@ structs! {
         top_k: i32,
         reserved: u64,
     }
+    /// Choices on their way to the host.
+    Sent in "common/base.cuh" {
+        words: u64,
+        steps: i32,
+        each: i32,
+    }
     /// Logits to tokens.
     SampleArgs in "sample.cu" {
         tokens: u64,
@@ -466,11 +473,14 @@ structs! {
         masses: u64,
         slices: u64,
         positions: u64,
+        sent: Sent,
+        sent_faults: i32,
         v: i32,
     }
     /// Greedy choice.
     ArgmaxArgs in "rows.cu" {
         tokens: u64,
+        sent: Sent,
         logits: u64,
         best: u64,
         counters: u64,

@@ -8,9 +8,9 @@ use super::Engine;
 use super::ahead::UNTIMED;
 use super::batch::View;
 use super::device::{CudaError, Device, During};
-use super::fast::ArgmaxArgs;
+use super::fast::{ArgmaxArgs, Sent};
 use super::launch::{self, DECODE_TOK};
-use super::memory::{Buffer, Event, Pinned};
+use super::memory::{Buffer, Event, Mapped};
 use super::sampling::{Choice, FAULT_WORDS, Sampling};
 use super::slots::Tiers;
 use crate::engine::{Batch, EngineError, Rows, Turn};
@@ -24,7 +24,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Token ids on their way to the host at a time.
+/// Steps whose choices are on their way to the host at a time.
 const RING: usize = 4;
 /// Tokens between two looks at the pool of pages.
 const WINDOW: usize = 512;
@@ -51,7 +51,10 @@ pub(super) struct Decode {
     graphs: HashMap<(usize, Choice, usize), Graph>,
     /// Pages of each row of the table as uploaded.
     uploaded: Vec<(SeqId, usize)>,
-    ring: Vec<(Pinned, Event)>,
+    /// `[RING][CHOSEN_WORDS]`: where a step writes its choices for the host, by the position of each sequence.
+    sent: Mapped,
+    /// After each step, in turn.
+    done: Vec<Event>,
     /// Time spent waiting for chosen ids.
     waited: Duration,
 }
@@ -98,7 +101,6 @@ impl Decode {
         let best = Buffer::new(device, 8 * DECODE_TOK)?;
         best.clear()?;
         let rows: Vec<u32> = (0..DECODE_TOK as u32).collect();
-        let ring = (0..RING).map(|_| Ok((Pinned::new(device, 4 * CHOSEN_WORDS)?, Event::new(device)?)));
         Ok(Self {
             tokens: words(CHOSEN_WORDS)?,
             positions: words(DECODE_TOK)?,
@@ -112,8 +114,28 @@ impl Decode {
             graphs: HashMap::new(),
             uploaded: Vec::new(),
             waited: Duration::ZERO,
-            ring: ring.collect::<Result<_, CudaError>>()?,
+            sent: Mapped::new(device, 4 * RING * CHOSEN_WORDS, None)?,
+            done: (0..RING).map(|_| Event::new(device)).collect::<Result<_, CudaError>>()?,
         })
+    }
+
+    /// Where the kernels that choose write for the host.
+    pub fn sent(&self) -> Sent {
+        Sent { words: self.sent.at(0), steps: RING as i32, each: CHOSEN_WORDS as i32 }
+    }
+
+    /// Ids, then faults, of sequences that are at these positions when a step begins, once it is done.
+    fn chosen(&mut self, step: usize, positions: impl Iterator<Item = usize>) -> Result<(Vec<u32>, Vec<u32>), CudaError> {
+        let started = Instant::now();
+        self.done[step % RING].wait()?;
+        self.waited += started.elapsed();
+        let words = self.sent.as_slice();
+        let word = |at: usize| u32::from_le_bytes([words[4 * at], words[4 * at + 1], words[4 * at + 2], words[4 * at + 3]]);
+        let rows: Vec<usize> = positions.map(|p| p % RING * CHOSEN_WORDS).collect();
+        let ids = rows.iter().enumerate().map(|(row, at)| word(at + row)).collect();
+        let fault = |row: usize, at: usize| (0..FAULT_WORDS).map(move |i| at + DECODE_TOK + FAULT_WORDS * row + i);
+        let faults = rows.iter().enumerate().flat_map(|(row, &at)| fault(row, at)).map(word).collect();
+        Ok((ids, faults))
     }
 
     /// Makes the page table hold sequences of so many pages.
@@ -209,17 +231,17 @@ impl Engine {
         let mut failed = None;
         for step in 0..=steps {
             if step < steps {
-                let sent = self.replay(seqs.len(), choice).and_then(|()| Ok(self.send_tokens(step % RING)?));
+                let done = |engine: &Self| Ok(engine.decode.done[step % RING].record(engine.device.stream())?);
+                let launched = self.replay(seqs.len(), choice).and_then(|()| done(self));
                 // What came before it is there all the same.
-                if let Err(error) = sent {
+                if let Err(error) = launched {
                     failed = Some(error);
                     break;
                 }
             }
             if step > 0 {
-                let words = self.receive_tokens((step - 1) % RING)?;
-                let (chosen, faults) = (&words[..seqs.len()], &words[DECODE_TOK..]);
-                failed = if choice == Choice::Drawn { self.fault(&faults[..FAULT_WORDS * seqs.len()]) } else { None };
+                let (chosen, faults) = self.decode.chosen(step - 1, starts.iter().map(|start| start + step - 1))?;
+                failed = if choice == Choice::Drawn { self.fault(&faults) } else { None };
                 if failed.is_some() {
                     break;
                 }
@@ -227,11 +249,11 @@ impl Engine {
                 if step == UNTIMED {
                     timed = Instant::now();
                 }
-                for (turn, &token) in turns.iter_mut().zip(chosen) {
+                for (turn, &token) in turns.iter_mut().zip(&chosen) {
                     turn.tokens.push(token);
                     turn.sampler.skip(1);
                 }
-                flow = on(chosen);
+                flow = on(&chosen);
                 if flow.is_break() {
                     break;
                 }
@@ -398,6 +420,7 @@ impl Engine {
         }
         let args = ArgmaxArgs {
             tokens: view.tokens,
+            sent: self.decode.sent(),
             logits: self.work.slots[Slot::Logits as usize].at(0),
             best: self.decode.best.at(0),
             counters: self.work.counters.at(self.work.argmax_counters_at),
@@ -405,23 +428,5 @@ impl Engine {
             v: self.spec.vocab as i32,
         };
         Ok(self.fast.launch("argmax_rows", launch::argmax(num_tok), &args)?)
-    }
-
-    fn send_tokens(&mut self, turn: usize) -> Result<(), CudaError> {
-        self.device.current()?;
-        let (pinned, event) = &mut self.decode.ring[turn];
-        // SAFETY: the pinned bytes are read only after their event; the tokens' buffer holds as many.
-        unsafe { result::memcpy_dtoh_async(pinned.as_mut(), self.decode.tokens.at(0), self.device.stream()) }
-            .during("copy tokens")?;
-        event.record(self.device.stream())
-    }
-
-    /// `[ids of DECODE_TOK sequences, their faults]`.
-    fn receive_tokens(&mut self, turn: usize) -> Result<Vec<u32>, CudaError> {
-        let (pinned, event) = &self.decode.ring[turn];
-        let started = Instant::now();
-        event.wait()?;
-        self.decode.waited += started.elapsed();
-        Ok(pinned.as_slice().chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 }

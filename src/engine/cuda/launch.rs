@@ -519,8 +519,10 @@ pub struct DownLaunch {
     pub chunk: usize,
     /// Stages in shared memory.
     pub stages: usize,
-    /// Warps that share a stage.
+    /// Parts of a stage, and warps that share it.
     pub split: usize,
+    /// See `split`.
+    pub warps: usize,
 }
 
 /// The second half of the experts for one token.
@@ -534,8 +536,6 @@ pub fn down(
     limits: Limits,
 ) -> Option<DownLaunch> {
     const WARPS: usize = 8;
-    // Long stages take so many groups a warp that a warp's latency shows: they get twice as many warps.
-    const LONG_WARPS: usize = 16;
     const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
     if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
@@ -544,9 +544,14 @@ pub fn down(
     let (groups, row_bytes, pairs) = (f.div_ceil(GROUP_K), f * width.bits / 8, num_tok * top_k);
     let chunk = groups.div_ceil(row_bytes.div_ceil(MOST_SLICE));
     let chunks = groups.div_ceil(chunk);
-    let split = [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s).unwrap_or(LONG_WARPS);
-    let warps = split.max(WARPS);
-    let teams = warps / split;
+    // Long stages take so many groups a warp that a warp's latency shows: they get twice as many warps.
+    let (split, warps, teams) = match [1, 2, 4].into_iter().find(|s| chunk <= MOST_GROUPS * s) {
+        Some(split) => (split, split, WARPS / split),
+        None => {
+            let split = chunk.div_ceil(2);
+            (split, split.div_ceil(split.div_ceil(WARPS)), 2)
+        }
+    };
     let stage = lines(lines(16 * (16 * chunk * width.bits).min(row_bytes)) + 32 * width.scales(f));
     let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
     let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
@@ -554,9 +559,9 @@ pub fn down(
     let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
     let fits = |stages: &usize| stages * stage + rest + STREAM_STATIC <= limits.block_shared_bytes;
     let stages = (1..=useful / teams).rev().map(|n| n * teams).find(fits)?;
-    let threads = 32 * (warps + 1) as u32;
+    let threads = 32 * (teams * warps + 1) as u32;
     let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], threads).shared(stages * stage + rest);
-    Some(DownLaunch { grid, chunk, stages, split })
+    Some(DownLaunch { grid, chunk, stages, split, warps })
 }
 
 /// The sum over ranks.
@@ -654,7 +659,8 @@ pub(super) mod tests {
                         }
                     }
                     if let Some(l) = down(width, d, f, top_k, 1, None, limits) {
-                        assert!(l.stages % (8_usize.div_ceil(l.split)) == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
+                        let teams = (l.grid.threads as usize / 32 - 1) / l.warps;
+                        assert!(l.stages % teams == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                     }
                 }
             }

@@ -77,6 +77,8 @@ pub const PROGRAMS: &[Source] = &[
     source!("attention.cu"),
     source!("step.cu", "w8_w4", "sm_90a"),
     source!("step.cu", "w4_w4", "sm_90a"),
+    source!("step.cu", "w8_w4_long", "sm_90a"),
+    source!("step.cu", "w4_w4_long", "sm_90a"),
     source!("latent.cu"),
     source!("rows.cu"),
     source!("tiers.cu"),

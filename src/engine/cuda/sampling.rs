@@ -117,6 +117,8 @@ impl Engine {
             masses: s.masses.at(0),
             slices: s.slices.at(0),
             positions: self.decode.positions.at(0),
+            sent: self.decode.sent(),
+            sent_faults: DECODE_TOK as i32,
             v: self.spec.vocab as i32,
         };
         self.fast.launch("sample_best", launch::argmax(num_rows), &args)?;

@@ -168,7 +168,7 @@ pub(super) fn find(plan: &Plan, groups: &[Group], layout: &Layout, d: usize, lim
 impl Found {
     /// The pair of forms whose kernel is needed.
     pub fn form(&self) -> Option<&'static str> {
-        launch::step_form(self.common.attention, self.common.expert)
+        launch::step_form(self.common.attention, self.common.expert, self.common.width)
     }
 }
 
@@ -294,12 +294,13 @@ mod tests {
         find(&plan, &fuse::fuse(&plan), &layout, spec.width, H200)?.form()
     }
 
-    /// One layer that is stored otherwise, long rows, norms of whole rows, a shared expert, two rounds of argmax and latents each keep a model from it.
+    /// One layer that is stored otherwise, norms of whole rows, a shared expert, two rounds of argmax and latents each keep a model from it.
     #[test]
     fn models_of_equal_layers_run_by_one_kernel() {
         assert_eq!(form("qwen3-30b-a3b", 128), Some("w8_w4"));
         assert_eq!(form("qwen3-30b-a3b", 64), None);
-        for shape in ["mixtral-8x7b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "phi-3.5-moe", "deepseek-v2-lite"] {
+        assert_eq!(form("mixtral-8x7b", 128), Some("w8_w4_long"));
+        for shape in ["olmoe-1b-7b", "qwen1.5-moe-a2.7b", "phi-3.5-moe", "deepseek-v2-lite"] {
             assert_eq!(form(shape, 128), None, "{shape}");
         }
     }

@@ -4,6 +4,11 @@ use super::{EXPERT_POINTERS, GROUP_K, Grid, LINE, Limits, Width, attention, atte
 
 /// Groups of a row that the kernel takes at a time; `SLICE` in `step.cu`.
 const SLICE: usize = 16;
+/// Rows of a tile of the experts' second half where they are long, pairs of groups of each of their quarters that a warp has, and tiles of a block;
+/// `LONG_ROWS` and `LONG_ROUNDS` in `step.cu`.
+const LONG_ROWS: usize = 4;
+const LONG_ROUNDS: usize = 2;
+const LONG_TILES: usize = 32 / LONG_ROWS;
 /// Warps that compute, groups of planes of each, floats of partial sums; `COMPUTE`, `PLANE_GROUPS` and `RED` in `step.cu`.
 const WARPS: usize = 8;
 const PLANE_GROUPS: usize = 8;
@@ -51,12 +56,15 @@ pub struct StepLaunch {
     pub down_rows: usize,
 }
 
-/// The pair of formats that the kernel is compiled for, as its name spells it; `None` where no kernel was built.
-pub fn step_form(attention: Width, expert: Width) -> Option<&'static str> {
-    match (attention.bits, expert.bits) {
+/// The pair of formats that the kernel is compiled for, and whether for long rows in the second half of the experts, as its name spells it; `None`
+/// where no kernel was built.
+pub fn step_form(attention: Width, expert: Width, f: usize) -> Option<&'static str> {
+    match (attention.bits, expert.bits, f > SLICE * GROUP_K) {
         _ if attention.group != GROUP_K || expert.group != GROUP_K => None,
-        (8, 4) => Some("w8_w4"),
-        (4, 4) => Some("w4_w4"),
+        (8, 4, false) => Some("w8_w4"),
+        (4, 4, false) => Some("w4_w4"),
+        (8, 4, true) => Some("w8_w4_long"),
+        (4, 4, true) => Some("w4_w4_long"),
         _ => None,
     }
 }
@@ -69,28 +77,51 @@ fn folds(groups: usize, segments: usize) -> bool {
 /// All layers of one token; `None` if the kernel does not take the shape. The sums are those of [`down`] and the other kernels that it replaces.
 pub fn step(shape: &StepShape, limits: Limits) -> Option<StepLaunch> {
     let StepShape { d, heads, kv_heads, head_dim, f, experts, top_k, .. } = *shape;
-    let form = step_form(shape.attention, shape.expert)?;
+    let form = step_form(shape.attention, shape.expert, f)?;
     let width = heads * head_dim;
     let [d_groups, o_groups, f_groups] = [d, width, f].map(|n| n / GROUP_K);
     let whole = [d, width, f].iter().all(|&n| n > 0 && n.is_multiple_of(GROUP_K)) && d_groups.max(o_groups) <= MOST_GROUPS;
     let folded = folds(d_groups, WARPS) && folds(o_groups, WARPS) && folds(d_groups, WARPS / 2);
+    let long = f_groups > SLICE;
     let grouped = kv_heads > 0 && heads.is_multiple_of(kv_heads) && heads / kv_heads <= 8 && [64, 128].contains(&head_dim);
     let routed = experts <= MOST_EXPERTS && top_k <= MOST_TOP_K.min(experts);
     let resident = kv_heads * attention_splits(kv_heads, 1) <= limits.num_sm;
-    if !(limits.warpgroups && limits.bulk_copies && whole && f_groups <= SLICE && folded && grouped && routed && resident) {
+    if !(limits.warpgroups && limits.bulk_copies && whole && folded && grouped && routed && resident) {
         return None;
     }
-    let down_rows = if d / 16 > limits.num_sm { 32 } else { 16 };
+    let down_rows = match long {
+        true => LONG_ROWS,
+        false if d / 16 > limits.num_sm => 32,
+        false => 16,
+    };
     let sums = down(shape.expert, d, f, top_k, 1, Some(experts), limits)?;
-    let alike = sums.chunk == f_groups && WARPS.is_multiple_of(sums.split);
+    let alike = if long {
+        // Pairs of groups, none of them in two stages.
+        let pairs = sums.chunk.is_multiple_of(2) && sums.chunk.div_ceil(sums.split) == 2;
+        pairs
+            && f_groups.is_multiple_of(8)
+            && f_groups <= 8 * WARPS * LONG_ROUNDS
+            && d.div_ceil(LONG_ROWS * limits.num_sm) <= LONG_TILES
+    } else {
+        sums.chunk == f_groups && WARPS.is_multiple_of(sums.split)
+    };
 
     let unit = lines(attention(head_dim, heads, kv_heads, 1).shared_bytes as usize);
     let fixed = unit + WARPS * PLANE_GROUPS * 264 + 2 * 4 * SUMS + 8 * EXPERT_POINTERS * MOST_EXPERTS;
     let ring = limits.block_shared_bytes.checked_sub(fixed)? / LINE * LINE;
-    let tile = |rows: usize, groups: usize, of: Width| lines(rows * groups.min(SLICE) * (16 * of.bits + 2));
-    let fits = 2 * tile(16, d_groups.max(o_groups), shape.attention).max(tile(32, d_groups, shape.expert)) <= ring
-        && top_k * down_rows * f_groups * (16 * shape.expert.bits + 2) <= unit
-        && top_k * sums.split * down_rows <= SUMS
+    let rows = |groups: usize| if groups > SLICE { 8 } else { 16 };
+    let tile = |rows: usize, groups: usize, of: Width| lines(rows * groups * (16 * of.bits + 2));
+    let projected = |groups: usize| tile(rows(groups), groups, shape.attention);
+    let gate_up = tile(2 * rows(d_groups), d_groups, shape.expert);
+    let longest = if long { tile(LONG_ROWS, f_groups, shape.expert) } else { 0 };
+    // In the place of attention: planes of h of all warps, or a tile of each expert. Sums: of a tile of each part of all rows of a block.
+    let (kept, sums_kept) = match long {
+        true => (WARPS * 8 * LONG_ROUNDS * 264, f_groups / 2 * LONG_ROWS * LONG_TILES),
+        false => (top_k * down_rows * f_groups * (16 * shape.expert.bits + 2), top_k * sums.split * down_rows),
+    };
+    let fits = 2 * projected(d_groups).max(projected(o_groups)).max(gate_up).max(longest) <= ring
+        && kept <= unit
+        && sums_kept <= SUMS
         && d.is_multiple_of(down_rows);
     let grid = Grid::new([limits.num_sm, 1, 1], 32 * (WARPS as u32 + 4)).shared(fixed + ring);
     let name = format!("step_{form}_d{head_dim}");
@@ -119,7 +150,7 @@ mod tests {
     };
     const MIXTRAL: StepShape = StepShape { d: 4096, kv_heads: 8, f: 14336, experts: 8, top_k: 2, ..QWEN3 };
 
-    /// Counted by hand: qwen3-30b-a3b; rows of mixtral's second half are too long.
+    /// Counted by hand.
     #[test]
     fn models_of_the_readme_are_taken() {
         let fixed = 78_720 + 64 * 264 + 16_384 + 6144;
@@ -127,7 +158,9 @@ mod tests {
         assert_eq!((qwen3.name.as_str(), qwen3.split, qwen3.down_rows), ("step_w8_w4_d128", 1, 16));
         assert_eq!((qwen3.grid.blocks, qwen3.grid.threads), ([132, 1, 1], 384));
         assert_eq!(qwen3.grid.shared_bytes as usize, fixed + qwen3.ring);
-        assert_eq!(step(&MIXTRAL, H200), None);
+        let mixtral = step(&MIXTRAL, H200).unwrap();
+        assert_eq!((mixtral.name.as_str(), mixtral.split, mixtral.down_rows), ("step_w8_w4_long_d128", 14, 4));
+        assert_eq!(mixtral.ring, qwen3.ring);
         assert_eq!(step(&StepShape { f: 1536, ..MIXTRAL }, H200).map(|l| (l.split, l.down_rows)), Some((2, 32)));
         assert_eq!(step(&StepShape { attention: int(4), ..QWEN3 }, H200).unwrap().name, "step_w4_w4_d128");
     }
@@ -136,15 +169,21 @@ mod tests {
     #[test]
     fn blocks_fit_and_sum_alike() {
         for base in [QWEN3, MIXTRAL] {
-            for (d, f, top_k, experts) in
-                [(1024, 512, 4, 60), (2048, 1408, 4, 60), (2048, 2048, 4, 64), (4096, 1024, 2, 16), (512, 1024, 8, 128)]
-            {
+            for (d, f, top_k, experts) in [
+                (1024, 512, 4, 60),
+                (2048, 1408, 4, 60),
+                (2048, 2048, 4, 64),
+                (4096, 1024, 2, 16),
+                (512, 1024, 8, 128),
+                (2048, 4096, 2, 8),
+            ] {
                 let shape = StepShape { d, f, top_k, experts, ..base };
                 let l = step(&shape, H200).unwrap_or_else(|| panic!("{shape:?}"));
                 assert!(l.grid.shared_bytes as usize <= H200.block_shared_bytes && l.ring.is_multiple_of(128), "{shape:?}");
-                assert!(top_k * l.split * l.down_rows <= SUMS && d.is_multiple_of(l.down_rows), "{shape:?} {l:?}");
+                assert!(d.is_multiple_of(l.down_rows), "{shape:?} {l:?}");
                 let sums = down(shape.expert, d, f, top_k, 1, Some(experts), H200).unwrap();
-                assert_eq!((sums.split, sums.chunk), (l.split, f / 128), "{shape:?}");
+                let parts = if f > SLICE * 128 { f / 256 } else { l.split };
+                assert_eq!(sums.split * (f / 128).div_ceil(sums.chunk), parts, "{shape:?}");
             }
         }
     }
@@ -159,6 +198,8 @@ mod tests {
             StepShape { head_dim: 96, ..QWEN3 },
             StepShape { kv_heads: 2, ..QWEN3 },
             StepShape { f: 17 * 128, ..QWEN3 },
+            StepShape { f: 136 * 128, ..MIXTRAL },
+            StepShape { f: 80 * 128, ..MIXTRAL },
             StepShape { f: 700, ..QWEN3 },
             StepShape { experts: 160, ..QWEN3 },
             StepShape { top_k: 16, f: 1536, ..QWEN3 },
