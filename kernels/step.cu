@@ -18,9 +18,9 @@
 // since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them. Its three
 // neighbours only give up registers with it.
 //
-// Instances step_{A}_{B}_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and at most the
-//   multiprocessors, 384 threads, shared = AttendShared::BYTES to whole lines + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring has room for two tiles
-//   of 2 * 16 rows and 16 groups of B, and of 16 rows of A
+// Instances step_{A}_{B}_d{Dh}, step_{A}_{B}_long_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and
+//   at most the multiprocessors, 384 threads, shared = AttendShared::BYTES to whole lines + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring
+//   has room for any two tiles: 16 rows of A and 2 * 16 of B, or 8 and 2 * 8 of rows longer than SLICE groups, LONG_ROWS of long ones
 // Floors: bytes of a layer's weights and keys at read bandwidth. Source: src/engine/cpu.
 #include "common/attend.cuh"
 #include "common/planes.cuh"
@@ -58,21 +58,20 @@ struct StepArgs {
   int D, F;
   float eps, moe_eps;
   float scale, moe_scale;  // into the residual
-  int split;             // of moe_down, whose rows are one chunk; at most 8
-  int down_rows;         // of a tile: 16 or 32
+  int split;             // of moe_down, whose rows are one chunk; at most 8; unused where rows are long
+  int down_rows;         // of a tile: 16 or 32, LONG_ROWS where rows are long
   int ring;              // bytes
   RouteRule rule;
 };
 
 static const int COMPUTE = 8;         // warps
 static const int TILES_AHEAD = 8;     // at most, a power of two
-static const int PROJECTED_PIECES = 8;  // copies of a tile of projections: whole, they keep what blocks wait for from each other
 static const int PLANE_GROUPS = 8;    // that a warp holds at a time
 static const int LONG_ROWS = 4;       // of a tile where they are long
-static const int LONG_ROUNDS = 2;     // pairs of groups of each quarter of one that a warp has at most
-static const int LONG_PLANES = 8 * LONG_ROUNDS;
+static const int LONG_PLANES = 16;    // groups of a row then, at most: two of each quarter twice
 static const int RED = 2048;          // floats of partial sums
-static const int SLICE = 16;          // groups of a row that warps have two of at a time; two slices make one product
+static const int SLICE = 16;          // groups of a row of which a warp has two; longer rows are two slices, whose products are one
+static const int PIECES = 8;          // copies of a tile of projections: as one it delays by 0.1 us what blocks wait for from each other
 
 // A float with the last bit of this use.
 DEV u32 tagged(float x, u32 tag) { return __float_as_uint(without_tag(x)) | tag; }
@@ -116,50 +115,27 @@ DEV void take_rows(float (*f)[E], const float* const* row, u32 tag, const bool* 
 #pragma unroll
     for (int i = 0; i < E; i++) f[j][i] = __uint_as_float(v[j][i] & ~1u);
 }
-// N runs of eight floats, `step` apart, zeros where not wanted: `ask` may come long before `take`.
+// N runs of eight floats, `step` apart, zeros where not wanted
 template <int N>
-struct Runs8 {
+DEV void take8(float (*f)[8], const float* at, int step, u32 tag, const bool* want) {
   uint4 v[N][2];
-  const float* at;
-  int step;
-  bool want[N];
-  DEV void prepare(u32 tag) {
+  u32 wrong;
 #pragma unroll
-    for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
-  }
-  DEV void peek_all() {
+  for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
+  do {
+    wrong = 0;
 #pragma unroll
     for (int j = 0; j < N; j++)
       if (want[j]) peek<4>(&v[j][0].x, at + j * step), peek<4>(&v[j][1].x, at + j * step + 4);
-  }
-  DEV bool there(u32 tag) const {
-    u32 wrong = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) wrong |= wrong_tags(v[j][0], tag) | wrong_tags(v[j][1], tag);
-    return !__any_sync(0xffffffffu, wrong & 1);
-  }
-  DEV void give(float (*f)[8]) const {
+  } while (__any_sync(0xffffffffu, wrong & 1));
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-      *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
-      *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
-    }
+  for (int j = 0; j < N; j++) {
+    *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
+    *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  DEV void ask(u32 tag) {
-    prepare(tag);
-    peek_all();
-  }
-  DEV void take_asked(float (*f)[8], u32 tag) {
-    while (!there(tag)) peek_all();
-    give(f);
-  }
-  DEV void take(float (*f)[8], u32 tag) {
-    prepare(tag);
-    do peek_all();
-    while (!there(tag));
-    give(f);
-  }
-};
+}
 DEV void take_logits(float* v, const float* at, int E, u32 tag) {
   const int lane = threadIdx.x & 31;
   u32 x[4], wrong;
@@ -284,7 +260,7 @@ DEV void mma_u8_s8(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 // slice, or where there is one slice, two columns more.
 template <int WAYS>
 struct Rows {
-  static const int OF_TILE = 16 / WAYS, SECOND = WAYS == 1 ? 8 : 4, SUMS = WAYS == 4 ? 1 : 2;  // the lane's second row; sums it has of a group
+  static const int SECOND = WAYS == 1 ? 8 : 4, SUMS = WAYS == 4 ? 1 : 2;  // how far the lane's second row is; sums it has of a group
   int row, way;
   bool mine;
   DEV Rows(bool crossed) {
@@ -413,10 +389,7 @@ struct Step {
   // They times a gain (or null), with squares of groups; planes follow.
   DEV void take_row(float (*f)[8], const float* from, const float* gain, int groups, u32 tag) {
     float by[2][8];
-    Runs8<2> row;
-    row.at = from + element(0, groups), row.step = slice_of(groups) * 128;
-#pragma unroll
-    for (int j = 0; j < 2; j++) row.want[j] = has(j, groups);
+    const bool want[2] = {has(0, groups), has(1, groups)};
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -424,7 +397,7 @@ struct Step {
 #pragma unroll
     for (int j = 0; j < 2; j++)
       if (gain && has(j, groups)) *(float4*)by[j] = *(const float4*)(gain + element(j, groups)), *(float4*)(by[j] + 4) = *(const float4*)(gain + element(j, groups) + 4);
-    row.take(f, tag);
+    take8<2>(f, from + element(0, groups), slice_of(groups) * 128, tag, want);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (j == 1 && groups <= SLICE) break;
@@ -620,11 +593,10 @@ struct Step {
           // up to eight groups of h, a half of the warp one at a time
           const int half = lane >> 4, passes = div_up(min_int(PLANE_GROUPS, end - first), 2);
           float f[4][8];
-          Runs8<4> h;
-          h.at = a.h + rank * a.F + (first + half) * 128 + (lane & 15) * 8, h.step = 256;
+          bool want[4];
 #pragma unroll
-          for (int j = 0; j < 4; j++) h.want[j] = j < passes && first + 2 * j + half < end;
-          h.take(f, tag);
+          for (int j = 0; j < 4; j++) want[j] = j < passes && first + 2 * j + half < end;
+          take8<4>(f, a.h + rank * a.F + (first + half) * 128 + (lane & 15) * 8, 256, tag, want);
           if (threadIdx.x == 0 && rank == 0 && first == begin && next == blockIdx.x) barrier_arrive(&sh.halfway);
 #pragma unroll
           for (int j = 0; j < 4; j++) {
@@ -695,55 +667,32 @@ struct Step {
     char* h_sh = unit() + warp * LONG_PLANES * 256;  // [round][quarter][two]
     float* h_scales = (float*)(unit() + COMPUTE * LONG_PLANES * 256) + warp * LONG_PLANES;
     int* h_totals = (int*)(unit() + COMPUTE * LONG_PLANES * 260) + warp * LONG_PLANES;
-    // of a lane: row `lane & 3` of tile `lane >> 2`, in the first warp
+    // of a lane of the first warp
     const int out = (blockIdx.x + min_int(lane / ROWS, tiles - 1) * gridDim.x) * ROWS + lane % ROWS;
     const float before = warp == 0 ? known(a.middle + out) : 0.f;
     float sum = 0.f;
-    Runs8<4> h[LONG_ROUNDS];
-    auto ask = [&](int rank) {
-#pragma unroll
-      for (int round = 0; round < LONG_ROUNDS; round++) {
-        const int pair = round * COMPUTE + warp;
-        h[round].at = a.h + rank * a.F + (2 * pair + (lane >> 4)) * 128 + (lane & 15) * 8, h[round].step = quarter * 128;
-#pragma unroll
-        for (int j = 0; j < 4; j++) h[round].want[j] = pair < pairs;
-        h[round].ask(tag);
-      }
-    };
-    ask(0);
 #pragma unroll 1
     for (int rank = 0; rank < a.rule.K; rank++) {
-#pragma unroll
-      for (int round = 0; round < LONG_ROUNDS; round++) {
+#pragma unroll 1
+      for (int pair = warp, at = lane >> 4; pair < pairs; pair += COMPUTE, at += 8) {
         float f[4][8];
-        h[round].take_asked(f, tag);
-        if (threadIdx.x == 0 && rank == 0 && round == 0) barrier_arrive(&sh.halfway);
+        const bool all[4] = {true, true, true, true};
+        take8<4>(f, a.h + rank * a.F + (2 * pair + (lane >> 4)) * 128 + (lane & 15) * 8, quarter * 128, tag, all);
+        if (threadIdx.x == 0 && rank == 0 && pair == 0) barrier_arrive(&sh.halfway);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int i = round * 8 + 2 * j + (lane >> 4);
-          make_block<B>(h_sh + i * 256, h_scales + i, lane & 15, f[j], h[round].want[j], B == 4 ? h_totals + i : 0);
-        }
+        for (int j = 0; j < 4; j++) make_block<B>(h_sh + (at + 2 * j) * 256, h_scales + at + 2 * j, lane & 15, f[j], true, B == 4 ? h_totals + at + 2 * j : 0);
       }
       __syncwarp();
-      if (rank + 1 < a.rule.K) ask(rank + 1);
       float* part = sums();
 #pragma unroll 1
       for (int t = 0; t < tiles; t++) {
         const char* codes_sh = wait_tile();
         const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * groups * Form<B, 128>::ROW_BYTES);
-        auto product = [&](float (*two)[2], int round) { return multiply<B, 4>(two, codes_sh, scales_sh, groups, 2 * (round * COMPUTE + warp), quarter, h_sh + round * 8 * 256, h_scales + round * 8, h_totals + round * 8, 2); };
-        auto keep = [&](const float (*two)[2], const Rows<4>& has, int round) {
-          if (has.mine) part[(has.way * pairs + round * COMPUTE + warp) * 32 + t * ROWS + has.row] = two[0][0] + two[1][0];
-        };
-        if (warp + COMPUTE < pairs) {
-          float first[2][2], second[2][2];
-          const Rows<4> has = product(first, 0);
-          product(second, 1);
-          keep(first, has, 0), keep(second, has, 1);
-        } else if (warp < pairs) {
-          float first[2][2];
-          const Rows<4> has = product(first, 0);
-          keep(first, has, 0);
+#pragma unroll 1
+        for (int pair = warp, at = 0; pair < pairs; pair += COMPUTE, at += 8) {
+          float two[2][2];
+          const Rows<4> has = multiply<B, 4>(two, codes_sh, scales_sh, groups, 2 * pair, quarter, h_sh + at * 256, h_scales + at, h_totals + at, 2);
+          if (has.mine) part[(has.way * pairs + pair) * 32 + t * ROWS + has.row] = two[0][0] + two[1][0];
         }
         leave_tile();
       }
@@ -827,7 +776,7 @@ struct Step {
         for (int t = blockIdx.x; t < projected_tiles(last); t += gridDim.x) {
           int row;
           const StepMatrix& m = place(y, last, t, row);
-          front.tile(m.packed + (u64)row * groups * GROUP, m.scale + (u64)row * groups, 0, 0, 1, rows_of(groups) * groups, GROUP, PROJECTED_PIECES);
+          front.tile(m.packed + (u64)row * groups * GROUP, m.scale + (u64)row * groups, 0, 0, 1, rows_of(groups) * groups, GROUP, PIECES);
         }
       }
       if (!chooses()) continue;

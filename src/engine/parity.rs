@@ -26,7 +26,7 @@ use crate::tensor::{self, Dtype};
 use safetensors::SafeTensorError;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -108,6 +108,62 @@ pub fn rows(trial: Trial, on: &mut dyn FnMut(&str)) -> Result<Vec<Row>, ParityEr
     if trial.kernels == Kernels::Fast {
         on("sample");
         found.push(sampling()?);
+        on("layers");
+        found.extend(layers_at_once()?);
+    }
+    Ok(found)
+}
+
+/// The kernel that runs all layers of one token against those that it replaces, which have rows of their own. Sums have the same order, so that there
+/// is no tolerance. No rows on devices that it was not made for.
+fn layers_at_once() -> Result<Vec<Row>, ParityError> {
+    const STEPS: usize = 24;
+    let mut found = Vec::new();
+    for (name, bits, [d, heads, head_dim, f]) in [
+        ("int8, int4", Format::INT8_G128, [512, 16, 128, 256]),
+        ("int4, int4", Format::INT4_G128, [512, 8, 64, 768]),
+        ("int8, int4 long", Format::INT8_G128, [4096, 32, 128, 4096]),
+        ("int4, int4 long", Format::INT4_G128, [1024, 16, 64, 7168]),
+    ] {
+        let config = json!({
+            "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": d, "intermediate_size": 256, "moe_intermediate_size": f,
+            "num_hidden_layers": 3, "num_attention_heads": heads, "num_key_value_heads": heads / 4, "head_dim": head_dim,
+            "max_position_embeddings": 512, "vocab_size": 259, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_experts": 5,
+            "num_experts_per_tok": 3, "norm_topk_prob": true, "tie_word_embeddings": false,
+        });
+        let (_, spec) = family::read(&config).map_err(WeightsError::from)?;
+        let format = |id: TensorId, _: usize| match id.role {
+            Role::ExpertGate | Role::ExpertUp | Role::ExpertDown => Format::INT4_G128,
+            Role::Q | Role::K | Role::V | Role::O => bits,
+            _ => Format::Source,
+        };
+        let mut device = cuda::Engine::random(&spec, &format, 3, Options::default(), &mut |_| {}).map_err(EngineError::from)?;
+        if !device.runs_layers_at_once() {
+            continue;
+        }
+        // Contexts of one page and of more than eight, which several blocks share.
+        let logits = |device: &mut cuda::Engine| -> Result<Vec<f32>, ParityError> {
+            let mut all = Vec::new();
+            for (seq, len) in [3u32, 150].into_iter().enumerate() {
+                let seq = SeqId(seq as u32);
+                let mut tokens: Vec<u32> = (0..len).map(|i| (i * 7 + 3) % 259).collect();
+                let mut pass = Batch::default();
+                pass.push(seq, 0, &tokens[..len as usize - 1], Rows::Last, 512);
+                device.pass(&pass)?;
+                for _ in 0..STEPS {
+                    let mut sampler = Sampler::new(SamplerConfig::default()).map_err(EngineError::from)?;
+                    let mut turns = [Turn { seq, tokens: &mut tokens, sampler: &mut sampler }];
+                    device.decode(&mut turns, 1, 512, &mut |_| ControlFlow::Continue(()))?;
+                    all.extend_from_slice(device.slot(Slot::Logits)?);
+                }
+                device.release(seq);
+            }
+            Ok(all)
+        };
+        let at_once = logits(&mut device)?;
+        device.part_layers();
+        let error = distance(&at_once, &logits(&mut device)?);
+        found.push(Row { step: "layers decode".into(), format: name.into(), error, tolerance: 0.0, most_tok: 1 });
     }
     Ok(found)
 }

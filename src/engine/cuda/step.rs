@@ -208,6 +208,12 @@ impl Engine {
         self.runs_whole(1)
     }
 
+    /// From now on layers of one token run by the kernels of their parts.
+    pub fn part_layers(&mut self) {
+        self.step = None;
+        self.decode.forget_graphs();
+    }
+
     /// Whether one kernel runs all layers of a decode step of so many tokens; it chooses experts by the router alone.
     pub(super) fn runs_whole(&self, num_tok: usize) -> bool {
         num_tok == 1 && self.step.is_some() && self.scripts.is_empty()

@@ -4,10 +4,10 @@ use super::{EXPERT_POINTERS, GROUP_K, Grid, LINE, Limits, Width, attention, atte
 
 /// Groups of a row that the kernel takes at a time; `SLICE` in `step.cu`.
 const SLICE: usize = 16;
-/// Rows of a tile of the experts' second half where they are long, pairs of groups of each of their quarters that a warp has, and tiles of a block;
-/// `LONG_ROWS` and `LONG_ROUNDS` in `step.cu`.
+/// Rows of a tile of the experts' second half where they are long, groups of one that a warp has, and tiles of a block; `LONG_ROWS` and `LONG_PLANES`
+/// in `step.cu`.
 const LONG_ROWS: usize = 4;
-const LONG_ROUNDS: usize = 2;
+const LONG_PLANES: usize = 16;
 const LONG_TILES: usize = 32 / LONG_ROWS;
 /// Warps that compute, groups of planes of each, floats of partial sums; `COMPUTE`, `PLANE_GROUPS` and `RED` in `step.cu`.
 const WARPS: usize = 8;
@@ -100,7 +100,7 @@ pub fn step(shape: &StepShape, limits: Limits) -> Option<StepLaunch> {
         let pairs = sums.chunk.is_multiple_of(2) && sums.chunk.div_ceil(sums.split) == 2;
         pairs
             && f_groups.is_multiple_of(8)
-            && f_groups <= 8 * WARPS * LONG_ROUNDS
+            && f_groups <= WARPS * LONG_PLANES
             && d.div_ceil(LONG_ROWS * limits.num_sm) <= LONG_TILES
     } else {
         sums.chunk == f_groups && WARPS.is_multiple_of(sums.split)
@@ -116,7 +116,7 @@ pub fn step(shape: &StepShape, limits: Limits) -> Option<StepLaunch> {
     let longest = if long { tile(LONG_ROWS, f_groups, shape.expert) } else { 0 };
     // In the place of attention: planes of h of all warps, or a tile of each expert. Sums: of a tile of each part of all rows of a block.
     let (kept, sums_kept) = match long {
-        true => (WARPS * 8 * LONG_ROUNDS * 264, f_groups / 2 * LONG_ROWS * LONG_TILES),
+        true => (WARPS * LONG_PLANES * 264, f_groups / 2 * LONG_ROWS * LONG_TILES),
         false => (top_k * down_rows * f_groups * (16 * shape.expert.bits + 2), top_k * sums.split * down_rows),
     };
     let fits = 2 * projected(d_groups).max(projected(o_groups)).max(gate_up).max(longest) <= ring
