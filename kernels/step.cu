@@ -68,7 +68,8 @@ static const int COMPUTE = 8;         // warps
 static const int TILES_AHEAD = 8;     // at most, a power of two
 static const int PLANE_GROUPS = 8;    // that a warp holds at a time
 static const int LONG_ROWS = 4;       // of a tile where they are long
-static const int LONG_PLANES = 16;    // groups of a row then, at most: two of each quarter twice
+static const int LONG_ROUNDS = 2;     // pairs of groups of each quarter of one that a warp has at most
+static const int LONG_PLANES = 8 * LONG_ROUNDS;
 static const int RED = 2048;          // floats of partial sums
 static const int SLICE = 16;          // groups of a row of which a warp has two; longer rows are two slices, whose products are one
 static const int PIECES = 8;          // copies of a tile of projections: as one it delays by 0.1 us what blocks wait for from each other
@@ -115,27 +116,50 @@ DEV void take_rows(float (*f)[E], const float* const* row, u32 tag, const bool* 
 #pragma unroll
     for (int i = 0; i < E; i++) f[j][i] = __uint_as_float(v[j][i] & ~1u);
 }
-// N runs of eight floats, `step` apart, zeros where not wanted
+// N runs of eight floats, `step` apart, zeros where not wanted: `ask` may come long before `take`.
 template <int N>
-DEV void take8(float (*f)[8], const float* at, int step, u32 tag, const bool* want) {
+struct Runs8 {
   uint4 v[N][2];
-  u32 wrong;
+  const float* at;
+  int step;
+  bool want[N];
+  DEV void prepare(u32 tag) {
 #pragma unroll
-  for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
-  do {
-    wrong = 0;
+    for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
+  }
+  DEV void peek_all() {
 #pragma unroll
     for (int j = 0; j < N; j++)
       if (want[j]) peek<4>(&v[j][0].x, at + j * step), peek<4>(&v[j][1].x, at + j * step + 4);
+  }
+  DEV bool there(u32 tag) const {
+    u32 wrong = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) wrong |= wrong_tags(v[j][0], tag) | wrong_tags(v[j][1], tag);
-  } while (__any_sync(0xffffffffu, wrong & 1));
-#pragma unroll
-  for (int j = 0; j < N; j++) {
-    *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
-    *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
+    return !__any_sync(0xffffffffu, wrong & 1);
   }
-}
+  DEV void give(float (*f)[8]) const {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      *(float4*)f[j] = want[j] ? floats(v[j][0]) : make_float4(0.f, 0.f, 0.f, 0.f);
+      *(float4*)(f[j] + 4) = want[j] ? floats(v[j][1]) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+  DEV void ask(u32 tag) {
+    prepare(tag);
+    peek_all();
+  }
+  DEV void take_asked(float (*f)[8], u32 tag) {
+    while (!there(tag)) peek_all();
+    give(f);
+  }
+  DEV void take(float (*f)[8], u32 tag) {
+    prepare(tag);
+    do peek_all();
+    while (!there(tag));
+    give(f);
+  }
+};
 DEV void take_logits(float* v, const float* at, int E, u32 tag) {
   const int lane = threadIdx.x & 31;
   u32 x[4], wrong;
@@ -191,9 +215,9 @@ struct __align__(16) StepShared {
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
   u64 down_full, down_empty, table_full, layer_full;
+  u64 attended;           // by all warps, whose place down_tiles take
   u64 projected, halfway; // where copies may go on, which would slow down what blocks wait for from each other: queries are made, experts half done
   int at[TILES_AHEAD];    // of a tile in the ring
-  int size[TILES_AHEAD];  // what of the ring it takes
   float square[32];
   float angle[128];
   float gate[32];
@@ -204,12 +228,13 @@ struct __align__(16) StepShared {
   int kv, split, splits;  // split below zero: it has none
 };
 
-// The ring's front, of the warp that copies; all lanes alike.
+// The ring's front, of the warp that copies; all lanes alike but for `taken`.
 struct Front {
   StepShared& sh;
   char* ring_sh;
   int bytes, at, room, next, oldest;
-  DEV Front(StepShared& shared, char* ring, int size) : sh(shared), ring_sh(ring), bytes(size), at(0), room(size), next(0), oldest(0) {}
+  int taken;  // of the ring, by the tile whose barriers are those of this lane's number
+  DEV Front(StepShared& shared, char* ring, int size) : sh(shared), ring_sh(ring), bytes(size), at(0), room(size), next(0), oldest(0), taken(0) {}
   // waits for room for a tile of so many bytes, and announces them
   DEV char* open(int arriving) {
     const int tile = whole_lines(arriving), waste = at + tile > bytes ? bytes - at : 0, need = tile + waste;
@@ -217,11 +242,11 @@ struct Front {
     while (room < need || next - oldest == TILES_AHEAD) {
       const int i = oldest & (TILES_AHEAD - 1);
       barrier_wait(sh.empty + i, oldest / TILES_AHEAD & 1);
-      room += sh.size[i], oldest++;
+      room += __shfl_sync(0xffffffffu, taken, i), oldest++;
     }
     if (waste) at = 0;
     const int i = next & (TILES_AHEAD - 1);
-    if ((threadIdx.x & 31) == 0) sh.at[i] = at, sh.size[i] = need;
+    if ((threadIdx.x & 31) == i) taken = need, sh.at[i] = at;
     char* to = ring_sh + at;
     at += tile, room -= need;
     stream_expect(sh.full + i, arriving);
@@ -389,7 +414,10 @@ struct Step {
   // They times a gain (or null), with squares of groups; planes follow.
   DEV void take_row(float (*f)[8], const float* from, const float* gain, int groups, u32 tag) {
     float by[2][8];
-    const bool want[2] = {has(0, groups), has(1, groups)};
+    Runs8<2> row;
+    row.at = from + element(0, groups), row.step = slice_of(groups) * 128;
+#pragma unroll
+    for (int j = 0; j < 2; j++) row.want[j] = has(j, groups);
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -397,7 +425,7 @@ struct Step {
 #pragma unroll
     for (int j = 0; j < 2; j++)
       if (gain && has(j, groups)) *(float4*)by[j] = *(const float4*)(gain + element(j, groups)), *(float4*)(by[j] + 4) = *(const float4*)(gain + element(j, groups) + 4);
-    take8<2>(f, from + element(0, groups), slice_of(groups) * 128, tag, want);
+    row.take(f, tag);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (j == 1 && groups <= SLICE) break;
@@ -593,10 +621,11 @@ struct Step {
           // up to eight groups of h, a half of the warp one at a time
           const int half = lane >> 4, passes = div_up(min_int(PLANE_GROUPS, end - first), 2);
           float f[4][8];
-          bool want[4];
+          Runs8<4> h;
+          h.at = a.h + rank * a.F + (first + half) * 128 + (lane & 15) * 8, h.step = 256;
 #pragma unroll
-          for (int j = 0; j < 4; j++) want[j] = j < passes && first + 2 * j + half < end;
-          take8<4>(f, a.h + rank * a.F + (first + half) * 128 + (lane & 15) * 8, 256, tag, want);
+          for (int j = 0; j < 4; j++) h.want[j] = j < passes && first + 2 * j + half < end;
+          h.take(f, tag);
           if (threadIdx.x == 0 && rank == 0 && first == begin && next == blockIdx.x) barrier_arrive(&sh.halfway);
 #pragma unroll
           for (int j = 0; j < 4; j++) {
@@ -671,28 +700,51 @@ struct Step {
     const int out = (blockIdx.x + min_int(lane / ROWS, tiles - 1) * gridDim.x) * ROWS + lane % ROWS;
     const float before = warp == 0 ? known(a.middle + out) : 0.f;
     float sum = 0.f;
+    Runs8<4> h[LONG_ROUNDS];
+    auto ask = [&](int rank) {
+#pragma unroll
+      for (int round = 0; round < LONG_ROUNDS; round++) {
+        const int pair = round * COMPUTE + warp;
+        h[round].at = a.h + rank * a.F + (2 * pair + (lane >> 4)) * 128 + (lane & 15) * 8, h[round].step = quarter * 128;
+#pragma unroll
+        for (int j = 0; j < 4; j++) h[round].want[j] = pair < pairs;
+        h[round].ask(tag);
+      }
+    };
+    ask(0);
 #pragma unroll 1
     for (int rank = 0; rank < a.rule.K; rank++) {
-#pragma unroll 1
-      for (int pair = warp, at = lane >> 4; pair < pairs; pair += COMPUTE, at += 8) {
-        float f[4][8];
-        const bool all[4] = {true, true, true, true};
-        take8<4>(f, a.h + rank * a.F + (2 * pair + (lane >> 4)) * 128 + (lane & 15) * 8, quarter * 128, tag, all);
-        if (threadIdx.x == 0 && rank == 0 && pair == 0) barrier_arrive(&sh.halfway);
 #pragma unroll
-        for (int j = 0; j < 4; j++) make_block<B>(h_sh + (at + 2 * j) * 256, h_scales + at + 2 * j, lane & 15, f[j], true, B == 4 ? h_totals + at + 2 * j : 0);
+      for (int round = 0; round < LONG_ROUNDS; round++) {
+        float f[4][8];
+        h[round].take_asked(f, tag);
+        if (threadIdx.x == 0 && rank == 0 && round == 0) barrier_arrive(&sh.halfway);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int i = round * 8 + 2 * j + (lane >> 4);
+          make_block<B>(h_sh + i * 256, h_scales + i, lane & 15, f[j], h[round].want[j], B == 4 ? h_totals + i : 0);
+        }
       }
       __syncwarp();
+      if (rank + 1 < a.rule.K) ask(rank + 1);
       float* part = sums();
 #pragma unroll 1
       for (int t = 0; t < tiles; t++) {
         const char* codes_sh = wait_tile();
         const bf16* scales_sh = (const bf16*)(codes_sh + ROWS * groups * Form<B, 128>::ROW_BYTES);
-#pragma unroll 1
-        for (int pair = warp, at = 0; pair < pairs; pair += COMPUTE, at += 8) {
-          float two[2][2];
-          const Rows<4> has = multiply<B, 4>(two, codes_sh, scales_sh, groups, 2 * pair, quarter, h_sh + at * 256, h_scales + at, h_totals + at, 2);
-          if (has.mine) part[(has.way * pairs + pair) * 32 + t * ROWS + has.row] = two[0][0] + two[1][0];
+        auto product = [&](float (*two)[2], int round) { return multiply<B, 4>(two, codes_sh, scales_sh, groups, 2 * (round * COMPUTE + warp), quarter, h_sh + round * 8 * 256, h_scales + round * 8, h_totals + round * 8, 2); };
+        auto keep = [&](const float (*two)[2], const Rows<4>& has, int round) {
+          if (has.mine) part[(has.way * pairs + round * COMPUTE + warp) * 32 + t * ROWS + has.row] = two[0][0] + two[1][0];
+        };
+        if (warp + COMPUTE < pairs) {
+          float first[2][2], second[2][2];
+          const Rows<4> has = product(first, 0);
+          product(second, 1);
+          keep(first, has, 0), keep(second, has, 1);
+        } else if (warp < pairs) {
+          float first[2][2];
+          const Rows<4> has = product(first, 0);
+          keep(first, has, 0);
         }
         leave_tile();
       }
@@ -734,6 +786,8 @@ struct Step {
       if (last) {
         if (threadIdx.x == 0) barrier_arrive(&sh.projected);
         attend(y, sh.first + layer);
+        __syncwarp();
+        if (!LONG && lane == 0) barrier_arrive(&sh.attended);
       }
       const u32 tag = sh.first + layer & 1;
       project(y, last, tag ^ 1, tag);
@@ -786,6 +840,7 @@ struct Step {
         continue;
       }
       front.await_last();
+      barrier_wait(&sh.attended, layer & 1);
       down_tiles();
     }
   }
@@ -843,7 +898,7 @@ DEV void step(const StepArgs& a) {
   __shared__ StepShared sh;
   if (threadIdx.x == 0) {
     for (int i = 0; i < TILES_AHEAD; i++) barrier_init(sh.full + i, STREAM_ARRIVALS), barrier_init(sh.empty + i, COMPUTE);
-    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.projected, 1), barrier_init(&sh.halfway, 1);
+    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.projected, 1), barrier_init(&sh.halfway, 1), barrier_init(&sh.attended, COMPUTE);
   }
   barrier_init_done();
   const u32 use = a.uses[blockIdx.x] + 1;
