@@ -809,7 +809,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
   for (int l = 0; l < s.L; l++) {
     const Layer& y = m.layers[l];
     const RouteRule rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
-    const bool direct = T <= direct_most && T * s.K <= 32;
+    const bool direct = T <= direct_most && T * s.K <= 32 && (T < pairs_from || 64ull * s.F / 2 < MOST_SHARED);  // others need a list
     const DirectRoute route = direct ? DirectRoute{b.router_logits, y.table, b.ids, b.gates, rule, 0} : DirectRoute{};
     if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, y.attn_gain, nullptr, s.D, s.D, 1, 1e-6f}, T, wide); }});
     ops.push_back({"qkv", l, y.q.bytes() + y.k.bytes() + y.v.bytes(), [=] {

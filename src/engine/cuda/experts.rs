@@ -111,7 +111,8 @@ impl Engine {
         let waves = waves.transpose()?.flatten();
         let fetches = tiers.filter(|_| waves.is_none());
         let behind = behind.filter(|_| fetches.is_some() && self.fast.overlaps());
-        let direct = self.route(lead, router_w, router, layer, g.bits, x, start, num_tok, decode, fetches.is_some())?;
+        let shape = launch::ExpertShape { d: width, f, experts: router.experts, top_k, first: g, second: d };
+        let direct = self.route(lead, router_w, router, layer, &shape, x, start, num_tok, decode, fetches.is_some())?;
         if let Some(behind) = &behind {
             self.guess(behind, lead, x, num_tok)?;
         }
@@ -226,14 +227,15 @@ impl Engine {
         w: Matrix,
         router: &RouterSpec,
         layer: u32,
-        bits: usize,
+        shape: &launch::ExpertShape,
         x: u64,
         start: usize,
         num_tok: usize,
         decode: bool,
         pending: bool,
     ) -> Result<DirectRoute, EngineError> {
-        let (limits, width, experts, top_k) = (self.limits(), self.spec.width, router.experts, router.top_k);
+        let (limits, width, experts, top_k, bits) =
+            (self.limits(), self.spec.width, router.experts, router.top_k, shape.first.bits);
         let planes = &self.work.expert_planes;
         let script = self.scripts.get(&layer).filter(|s| decode && start == 0 && num_tok <= s.rows);
         let args = RouterArgs {
@@ -270,7 +272,7 @@ impl Engine {
         }
         let plain_top = matches!(router.select, Select::Top);
         let listed = self.store.tiers().is_some() || script.is_some();
-        if plain_top && !listed && launch::routes_directly(experts, top_k, num_tok) {
+        if plain_top && !listed && launch::routes_directly(shape, num_tok, limits) {
             let RouterArgs { logits, table, ids, gates, rule, .. } = args;
             return Ok(DirectRoute { logits, table, ids, gates, rule, pad: 0 });
         }

@@ -330,9 +330,33 @@ pub fn routes_rows(num_tok: usize) -> bool {
     num_tok >= ROUTER_ROWS_TOK
 }
 
-/// Whether the experts' kernels find the choice themselves instead of reading a list; for the plain highest only.
-pub fn routes_directly(experts: usize, top_k: usize, num_tok: usize) -> bool {
-    num_tok <= DIRECT_TOK && num_tok * top_k <= DIRECT_PAIRS && experts <= DIRECT_EXPERTS
+/// Experts of a layer.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertShape {
+    /// `D`.
+    pub d: usize,
+    /// `F`.
+    pub f: usize,
+    /// `E`.
+    pub experts: usize,
+    /// `K`.
+    pub top_k: usize,
+    /// Of the gate and up matrices.
+    pub first: Width,
+    /// Of the down matrix.
+    pub second: Width,
+}
+
+/// Whether the experts' kernels find the choice themselves instead of reading a list; for the plain highest only. Those that stream do, and rows
+/// may be too long for them.
+pub fn routes_directly(shape: &ExpertShape, num_tok: usize, limits: Limits) -> bool {
+    let &ExpertShape { d, f, experts, top_k, first, second } = shape;
+    let few = num_tok <= DIRECT_TOK && num_tok * top_k <= DIRECT_PAIRS && experts <= DIRECT_EXPERTS;
+    let (slots, direct) = ((num_tok * top_k).min(experts), Some(experts));
+    let streams = |half: Option<ExpertsLaunch>| half.is_some_and(|l| l.variant == "s4");
+    few && streams(gate_up(first, d, f, slots, num_tok, direct, limits))
+        && (down(second, d, f, top_k, num_tok, direct, limits).is_some()
+            || streams(down_pairs(second, d, f, slots, num_tok, direct, limits)))
 }
 
 /// How the router's logits are made.
@@ -665,6 +689,44 @@ pub(super) mod tests {
                 }
             }
         }
+    }
+
+    /// Kernels that do not stream know nothing of a choice without a list: where either half falls to them, there is one. Fails if only the first
+    /// half, or neither, is asked.
+    #[test]
+    fn only_streaming_kernels_go_without_a_list() {
+        let w = |bits, group| Width { bits, group };
+        let mut seen = [0, 0];
+        for limits in [H200, RTX_3090] {
+            for first in [w(4, 128), w(8, 128), w(16, 1)] {
+                for second in [first, w(8, 32)] {
+                    for (d, f, experts, top_k) in
+                        [(2048, 768, 128, 8), (4096, 14336, 8, 2), (1024, 7168, 5, 3), (4096, 1024, 16, 2), (8192, 256, 8, 2)]
+                    {
+                        for t in 1..=6 {
+                            let shape = ExpertShape { d, f, experts, top_k, first, second };
+                            let direct = routes_directly(&shape, t, limits);
+                            seen[direct as usize] += 1;
+                            if !direct {
+                                continue;
+                            }
+                            let slots = (t * top_k).min(experts);
+                            assert!(t <= DIRECT_TOK && t * top_k <= DIRECT_PAIRS, "{shape:?} {t}");
+                            let half = gate_up(first, d, f, slots, t, Some(experts), limits).unwrap();
+                            assert_eq!(half.variant, "s4", "{shape:?} {t}");
+                            if down(second, d, f, top_k, t, Some(experts), limits).is_none() {
+                                let half = down_pairs(second, d, f, slots, t, Some(experts), limits).unwrap();
+                                assert_eq!(half.variant, "s4", "{shape:?} {t}");
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(seen[0] > 50 && seen[1] > 50, "{seen:?}");
+        let int4 = w(4, 128);
+        let mixtral = ExpertShape { d: 4096, f: 14336, experts: 8, top_k: 2, first: int4, second: int4 };
+        assert_eq!([1, 2, 4].map(|t| routes_directly(&mixtral, t, H200)), [true, false, false]);
     }
 
     /// Every token is in a run, and no run is empty.
