@@ -635,7 +635,7 @@ mod tests {
                     (
                         _,
                         "RouteRule" | "DirectRoute" | "Arrivals" | "TierSlots" | "AttentionLayer" | "AttentionArgs"
-                        | "StepMatrix",
+                        | "StepMatrix" | "Sent",
                     ) => ty,
                     (_, "LatentMatrix") => "Matrix",
                     other => panic!("`{name}` has a field of type {other:?}"),
