@@ -8,7 +8,7 @@ const SLICE: usize = 16;
 /// in `step.cu`.
 const LONG_ROWS: usize = 4;
 const LONG_PLANES: usize = 16;
-/// Whole lines of codes and scales: 56 groups, which are not, differed from the kernels for each part by 5.5e-4 for a reason that was not found.
+/// Of long rows, so that a tile's codes and scales are whole lines; others were not seen to give the bits of the kernels for each part.
 const LONG_GROUPS: usize = 16;
 const LONG_TILES: usize = 32 / LONG_ROWS;
 /// Warps that compute, groups of planes of each, floats of partial sums; `COMPUTE`, `PLANE_GROUPS` and `RED` in `step.cu`.
