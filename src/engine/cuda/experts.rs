@@ -234,8 +234,8 @@ impl Engine {
         decode: bool,
         pending: bool,
     ) -> Result<DirectRoute, EngineError> {
-        let (limits, width, experts, top_k, bits) =
-            (self.limits(), self.spec.width, router.experts, router.top_k, shape.first.bits);
+        let &launch::ExpertShape { d: width, experts, top_k, first: launch::Width { bits, .. }, .. } = shape;
+        let limits = self.limits();
         let planes = &self.work.expert_planes;
         let script = self.scripts.get(&layer).filter(|s| decode && start == 0 && num_tok <= s.rows);
         let args = RouterArgs {

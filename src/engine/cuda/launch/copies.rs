@@ -68,8 +68,9 @@ impl Limits {
 
 #[cfg(test)]
 mod tests {
+    use super::super::experts::STREAM_STATIC;
     use super::super::tests::{H200, RTX_3090};
-    use super::super::{STREAM_STATIC, Width, gate_up};
+    use super::super::{Width, gate_up};
     use super::*;
 
     /// Copies fit on cards with much and with little shared memory and many and few multiprocessors, beside the largest layers, and leave
