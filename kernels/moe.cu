@@ -15,7 +15,7 @@
 // on the routing. With DirectRoute the experts are chosen here; weights of moe_down are then asked for before h is there.
 //
 // Instances, F as in linear.cu, by (rows of a tile, warps of a team, k_warps): gate_up 32 (16 of each matrix), 4, 4; down_pairs 64, 4, 1;
-//   down 16, `split`, `split`. stages is a multiple of the teams, so that a team meets its own stages again, and at most 8.
+//   down 16, `warps`, `split`. stages is a multiple of the teams, so that a team meets its own stages again, and at most 8.
 // Launch: threads 32 (teams * warps + 1), s4 at most 3 teams, down 8 / warps, or two of 7 or 8 warps where a stage is long; grid as many as are resident, at most the tiles; with
 //   block = 256 (w16 512), groups = ceil(inner / 128), S = 2 * scales a row, | whole lines of 128 bytes:
 //   s4: shared = stages * ||tile inner bits / 8| + tile S| + columns (groups block + 4 ceil4(groups))|

@@ -116,7 +116,8 @@ DEV void take_rows(float (*f)[E], const float* const* row, u32 tag, const bool* 
 #pragma unroll
     for (int i = 0; i < E; i++) f[j][i] = __uint_as_float(v[j][i] & ~1u);
 }
-// N runs of eight floats, `step` apart, zeros where not wanted: `ask` may come long before `take`.
+// N runs of eight floats, `step` apart, zeros where not wanted. `ask` may come long before `take_asked`; `take` does both and reads in one place,
+// which is worth 0.3 us a layer.
 template <int N>
 struct Runs8 {
   uint4 v[N][2];
@@ -782,8 +783,7 @@ struct Step {
         // before copies of a layer go on, whose number is told by its last bit.
         if (!projects(false) || !projects(true)) compute_barrier();
         if (sh.split >= 0 && sh.run.page_begin + warp < sh.run.page_end) ask_first_page<DH>(a.attention, y.cache, unit(), sh.kv, sh.entry[warp]);
-      }
-      if (last) {
+      } else {
         if (threadIdx.x == 0) barrier_arrive(&sh.projected);
         attend(y, sh.first + layer);
         __syncwarp();
@@ -918,19 +918,16 @@ DEV void step(const StepArgs& a) {
 
 #define STEP(NAME, A, B, DH, LONG) \
   extern "C" __global__ void __launch_bounds__(32 * (COMPUTE + 4), 1) step_##NAME##_d##DH(const __grid_constant__ StepArgs a) { step<A, B, DH, LONG>(a); }
+#define STEPS(NAME, A, B, LONG) STEP(NAME, A, B, 64, LONG) STEP(NAME, A, B, 128, LONG)
 #if !defined(ONE_FORM) || defined(FORM_w8_w4)
-STEP(w8_w4, 8, 4, 64, false)
-STEP(w8_w4, 8, 4, 128, false)
+STEPS(w8_w4, 8, 4, false)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w4_w4)
-STEP(w4_w4, 4, 4, 64, false)
-STEP(w4_w4, 4, 4, 128, false)
+STEPS(w4_w4, 4, 4, false)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w8_w4_long)
-STEP(w8_w4_long, 8, 4, 64, true)
-STEP(w8_w4_long, 8, 4, 128, true)
+STEPS(w8_w4_long, 8, 4, true)
 #endif
 #if !defined(ONE_FORM) || defined(FORM_w4_w4_long)
-STEP(w4_w4_long, 4, 4, 64, true)
-STEP(w4_w4_long, 4, 4, 128, true)
+STEPS(w4_w4_long, 4, 4, true)
 #endif

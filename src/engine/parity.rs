@@ -144,16 +144,15 @@ fn layers_at_once() -> Result<Vec<Row>, ParityError> {
         // Contexts of one page and of more than eight, which several blocks share.
         let logits = |device: &mut cuda::Engine| -> Result<Vec<f32>, ParityError> {
             let mut all = Vec::new();
-            for (seq, len) in [3u32, 150].into_iter().enumerate() {
-                let seq = SeqId(seq as u32);
+            let mut sampler = Sampler::new(SamplerConfig::default()).map_err(EngineError::from)?;
+            for (seq, len) in [(SeqId(0), 3u32), (SeqId(1), 150)] {
                 let mut tokens: Vec<u32> = (0..len).map(|i| (i * 7 + 3) % 259).collect();
                 let mut pass = Batch::default();
                 pass.push(seq, 0, &tokens[..len as usize - 1], Rows::Last, 512);
                 device.pass(&pass)?;
                 for _ in 0..STEPS {
-                    let mut sampler = Sampler::new(SamplerConfig::default()).map_err(EngineError::from)?;
-                    let mut turns = [Turn { seq, tokens: &mut tokens, sampler: &mut sampler }];
-                    device.decode(&mut turns, 1, 512, &mut |_| ControlFlow::Continue(()))?;
+                    let turn = Turn { seq, tokens: &mut tokens, sampler: &mut sampler };
+                    device.decode(&mut [turn], 1, 512, &mut |_| ControlFlow::Continue(()))?;
                     all.extend_from_slice(device.slot(Slot::Logits)?);
                 }
                 device.release(seq);

@@ -178,14 +178,22 @@ mod tests {
                 (4096, 1024, 2, 16),
                 (512, 1024, 8, 128),
                 (2048, 4096, 2, 8),
+                (4096, 14336, 2, 8),
             ] {
                 let shape = StepShape { d, f, top_k, experts, ..base };
                 let l = step(&shape, H200).unwrap_or_else(|| panic!("{shape:?}"));
                 assert!(l.grid.shared_bytes as usize <= H200.block_shared_bytes && l.ring.is_multiple_of(128), "{shape:?}");
-                assert!(d.is_multiple_of(l.down_rows), "{shape:?} {l:?}");
                 let sums = down(shape.expert, d, f, top_k, 1, Some(experts), H200).unwrap();
-                let parts = if f > SLICE * 128 { f / 256 } else { l.split };
-                assert_eq!(sums.split * (f / 128).div_ceil(sums.chunk), parts, "{shape:?}");
+                let long = f > SLICE * 128;
+                let kept = if long { f / 256 * LONG_ROWS * LONG_TILES } else { top_k * l.split * l.down_rows };
+                assert!(kept <= SUMS && d.is_multiple_of(l.down_rows), "{shape:?} {l:?}");
+                if long {
+                    // A part is a pair of groups.
+                    let chunks = (f / 128).div_ceil(sums.chunk);
+                    assert_eq!((sums.split * chunks, sums.chunk % 2, l.split), (f / 256, 0, sums.split), "{shape:?}");
+                } else {
+                    assert_eq!((sums.split, sums.chunk), (l.split, f / 128), "{shape:?}");
+                }
             }
         }
     }
