@@ -9,7 +9,7 @@
 //        ints. Before the first launch x_box has a one as the last bit of every element, and all else that passes between blocks is zero
 // needs  D, H Dh, F multiples of 128, D and H Dh <= 4096; groups of 128 fewer than 8 or a multiple of 8, of D not 5 to 7; E <= 128, K <= 32, the
 //        plain highest; Dh in {64, 128}, H / Hk <= 8; int4 and int8 codes of 128 weights a scale; F <= 2048 and K split down_rows <= RED; or
-//        long: F a multiple of 2048 to 16384, D <= 32 rows a block
+//        long: F a multiple of 1024 to 16384, D <= 32 rows a block
 //
 // Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
 // bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.

@@ -260,6 +260,17 @@ fn all_layers_by_one_kernel_give_the_same_bits() {
             ]),
             Format::INT4_G128,
         ),
+        (
+            of(&[
+                ("hidden_size", 1024),
+                ("num_attention_heads", 16),
+                ("head_dim", 64),
+                ("num_experts", 5),
+                ("num_experts_per_tok", 3),
+                ("moe_intermediate_size", 7168),
+            ]),
+            Format::INT4_G128,
+        ),
     ];
     for (spec, attention) in cases {
         let options = Options::default();

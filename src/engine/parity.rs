@@ -123,7 +123,8 @@ fn layers_at_once() -> Result<Vec<Row>, ParityError> {
         ("int8, int4", Format::INT8_G128, [512, 16, 128, 256]),
         ("int4, int4", Format::INT4_G128, [512, 8, 64, 768]),
         ("int8, int4 long", Format::INT8_G128, [4096, 32, 128, 4096]),
-        ("int4, int4 long", Format::INT4_G128, [1024, 16, 64, 14336]),
+        ("int4, int4 long", Format::INT4_G128, [1024, 16, 64, 7168]),
+        ("int4, int4 longest", Format::INT4_G128, [1024, 16, 64, 14336]),
     ] {
         let config = json!({
             "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": d, "intermediate_size": 256, "moe_intermediate_size": f,

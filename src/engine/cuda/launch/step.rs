@@ -8,8 +8,8 @@ const SLICE: usize = 16;
 /// in `step.cu`.
 const LONG_ROWS: usize = 4;
 const LONG_PLANES: usize = 16;
-/// Of long rows, so that a tile's codes and scales are whole lines; others were not seen to give the bits of the kernels for each part.
-const LONG_GROUPS: usize = 16;
+/// Groups of long rows are a multiple of these: whole pairs of each quarter.
+const LONG_GROUPS: usize = 8;
 const LONG_TILES: usize = 32 / LONG_ROWS;
 /// Warps that compute, groups of planes of each, floats of partial sums; `COMPUTE`, `PLANE_GROUPS` and `RED` in `step.cu`.
 const WARPS: usize = 8;
@@ -178,6 +178,7 @@ mod tests {
                 (4096, 1024, 2, 16),
                 (512, 1024, 8, 128),
                 (2048, 4096, 2, 8),
+                (1024, 7168, 3, 5),
                 (4096, 14336, 2, 8),
             ] {
                 let shape = StepShape { d, f, top_k, experts, ..base };
@@ -209,8 +210,7 @@ mod tests {
             StepShape { kv_heads: 2, ..QWEN3 },
             StepShape { f: 17 * 128, ..QWEN3 },
             StepShape { f: 136 * 128, ..MIXTRAL },
-            StepShape { f: 80 * 128, ..MIXTRAL },
-            StepShape { f: 56 * 128, ..MIXTRAL },
+            StepShape { f: 84 * 128, ..MIXTRAL },
             StepShape { f: 700, ..QWEN3 },
             StepShape { experts: 160, ..QWEN3 },
             StepShape { top_k: 16, f: 1536, ..QWEN3 },
