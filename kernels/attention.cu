@@ -203,7 +203,7 @@ DEV void append_rows(const AppendArgs& a) {
 #pragma unroll
       for (int i = 0; i < DH / 32; i++) q_row[h * DH + lane * (DH / 32) + i] = f[i];
     } else {
-      store_own<DH / 32>((is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH, f);
+      store_own<DH / 32>((is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH + element_at<DH>(position % PAGE, lane * (DH / 32)), f);
     }
   }
 }
@@ -245,7 +245,7 @@ DEV void attention_prefill(const PrefillArgs& a) {
 #pragma unroll 4
       for (int i = threadIdx.x; i < RUN * (DH / 8); i += 128) {
         const int r = i / (DH / 8), d = i % (DH / 8) * 8, key = min_int(key0 + r, last);
-        const size_t at = (((size_t)table[key / PAGE] * a.Hk + kv) * PAGE + key % PAGE) * DH + d;
+        const size_t at = (((size_t)table[key / PAGE] * a.Hk + kv) * PAGE + key % PAGE) * DH + element_at<DH>(key % PAGE, d);
         copy_async_16(k_to + r * ROW + d, a.k_pages + at);
         copy_async_16(k_to + (RUN + r) * ROW + d, a.v_pages + at);
       }

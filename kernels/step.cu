@@ -72,6 +72,7 @@ static const int LONG_ROUNDS = 2;     // pairs of groups of each quarter of one 
 static const int LONG_PLANES = 8 * LONG_ROUNDS;
 static const int RED = 2048;          // floats of partial sums
 static const int SLICE = 16;          // groups of a row of which a warp has two; longer rows are two slices, whose products are one
+static const int TILE_PAGES = 4;      // of a tile of keys and values, each of another warp
 static const int PIECES = 8;          // copies of a tile of projections: as one it delays by 0.1 us what blocks wait for from each other
 
 // A float with the last bit of this use.
@@ -201,21 +202,11 @@ DEV void compute_barrier() {
   team_barrier(1, 32 * COMPUTE);
 }
 static_assert(COMPUTE == WARPS, "all warps that compute attend");
-struct Together {
-  static const bool WHOLE_NORM = false, ANGLES = false, ASKED = true;
-  u32 tag;
-  DEV void wait() const {}
-  DEV void sync() const { compute_barrier(); }
-  template <int N, int E>
-  DEV void load(float (*f)[E], const float* const* row, const bool* want) const {
-    take_rows<N, E>(f, row, tag, want);
-  }
-};
-
 struct __align__(16) StepShared {
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
   u64 down_full, down_empty, table_full, layer_full;
+  u64 first_page[COMPUTE];
   u64 attended;           // by all warps, whose place down_tiles take
   u64 projected, halfway; // where copies may go on, which would slow down what blocks wait for from each other: queries are made, experts half done
   int at[TILES_AHEAD];    // of a tile in the ring
@@ -254,6 +245,7 @@ struct Front {
     __syncwarp();
     return to;
   }
+  DEV u64* newest() const { return sh.full + (next & (TILES_AHEAD - 1)); }
   // until the newest tile but one is there
   DEV void await_last() {
     const int tile = next - 2;
@@ -266,7 +258,7 @@ struct Front {
     const bool codes = lane < 16;
     const int run = groups * (codes ? group_bytes : 2), each = codes ? run / pieces : run;
     char* to = open(matrices * groups * (group_bytes + 2)) + (codes ? 0 : matrices * groups * group_bytes) + m * run + piece * each;
-    stream_copies(sh.full + (next & (TILES_AHEAD - 1)), to, (codes ? (m ? packed2 : packed) : (const char*)(m ? scale2 : scale)) + piece * each, piece < (codes ? pieces : 1) ? each : 0);
+    stream_copies(newest(), to, (codes ? (m ? packed2 : packed) : (const char*)(m ? scale2 : scale)) + piece * each, piece < (codes ? pieces : 1) ? each : 0);
     next++;
   }
 };
@@ -398,7 +390,7 @@ struct Step {
   DEV bool routes() const { return (int)blockIdx.x < a.rule.E || chooses(); }
 
   // ------------------------------------------------------------------------------------------------------------- compute
-  DEV const char* wait_tile() {
+  DEV char* wait_tile() {
     barrier_wait(sh.full + (tile & (TILES_AHEAD - 1)), tile / TILES_AHEAD & 1);
     return ring() + sh.at[tile & (TILES_AHEAD - 1)];
   }
@@ -511,6 +503,7 @@ struct Step {
     if (!projects(last)) return;
     float f[2][8];
     take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, groups, last ? tag : before);
+    if (!last) ask_first_page(y.cache);
     stage<A>(f, groups);
     products<A, false>(tiles, groups, [&](int t, int r) { return last ? known(a.x_box + t * rows + r) : 0.f; }, [&](int t, int r, float sum, float x) {
       int row;
@@ -522,12 +515,52 @@ struct Step {
     });
   }
 
+  // A warp's first page has a place of its own and is asked for as soon as x is there, the others are in tiles of the ring.
+  static const int PAGE_BYTES = 2 * PAGE * DH * 2;
+  struct Together {
+    static const bool WHOLE_NORM = false, ANGLES = false, STREAMED = true;
+    Step& s;
+    u32 use;
+    DEV void wait() const {}
+    DEV void sync() const { compute_barrier(); }
+    template <int N, int E>
+    DEV void load(float (*f)[E], const float* const* row, const bool* want) const {
+      take_rows<N, E>(f, row, use & 1, want);
+    }
+    template <class Absorb>
+    DEV void pages(const PageRun& run, const Absorb& absorb) const {
+      const int begin = run.page_begin, end = run.page_end;
+#pragma unroll 1
+      for (int first = begin; first < end;) {
+        const bool own = first == begin;
+        const int place = own ? s.warp : (s.warp - (first - begin)) & (WARPS - 1);
+        const bool mine = place < (own ? WARPS : TILE_PAGES) && first + place < end;
+        char* from = s.unit();
+        if (!own)
+          from = s.wait_tile();
+        else if (mine)
+          barrier_wait(s.sh.first_page + s.warp, use - s.sh.first & 1);
+        if (mine) absorb(first + place, (bf16*)(from + place * PAGE_BYTES));
+        if (!own) s.leave_tile();
+        first += own ? WARPS : TILE_PAGES;
+      }
+    }
+  };
+  DEV void ask_first_page(const AttentionLayer& y) {
+    if (sh.split < 0 || sh.run.page_begin + warp >= sh.run.page_end || lane != 0) return;
+    const size_t at = ((size_t)sh.entry[warp] * a.attention.Hk + sh.kv) * PAGE * DH;
+    char* to = unit() + warp * PAGE_BYTES;
+    stream_fence_shared();
+    stream_expect_one(sh.first_page + warp, PAGE_BYTES);
+    bulk_load(sh.first_page + warp, to, y.k_pages + at, PAGE_BYTES / 2);
+    bulk_load(sh.first_page + warp, to + PAGE_BYTES / 2, y.v_pages + at, PAGE_BYTES / 2);
+  }
   DEV void attend(const StepLayer& y, u32 use) {
     const u32 tag = use & 1;
     const int group = a.attention.H / a.attention.Hk, stride = DH + 2, splits = sh.splits;
     if (sh.split >= 0) {
       const int split = sh.split;
-      attend_run<DH, false>(a.attention, y.cache, unit(), sh.angle, Together{tag}, 0, sh.kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
+      attend_run<DH, false>(a.attention, y.cache, unit(), sh.angle, Together{*this, use}, 0, sh.kv, sh.run, split == splits - 1, [&](int h, int d, const float4& v, float best, float total) {
         if (splits == 1) {
           post4(a.attention.out + (sh.kv * group + h) * DH + d, merged(v, total), tag);
         } else {
@@ -782,7 +815,7 @@ struct Step {
         // Blocks with a share of both projections meet there. Others do here: before what is asked for goes where a warp may still merge, and
         // before copies of a layer go on, whose number is told by its last bit.
         if (!projects(false) || !projects(true)) compute_barrier();
-        if (sh.split >= 0 && sh.run.page_begin + warp < sh.run.page_end) ask_first_page<DH>(a.attention, y.cache, unit(), sh.kv, sh.entry[warp]);
+        if (!projects(false)) ask_first_page(y.cache);
       } else {
         if (threadIdx.x == 0) barrier_arrive(&sh.projected);
         attend(y, sh.first + layer);
@@ -825,7 +858,7 @@ struct Step {
 #pragma unroll 1
       for (int last = 0; last < 2; last++) {
         const int groups = projected_groups(last);
-        if (last) barrier_wait(&sh.projected, layer & 1);
+        if (last) barrier_wait(&sh.projected, layer & 1), page_tiles(front, y);
 #pragma unroll 1
         for (int t = blockIdx.x; t < projected_tiles(last); t += gridDim.x) {
           int row;
@@ -842,6 +875,20 @@ struct Step {
       front.await_last();
       barrier_wait(&sh.attended, layer & 1);
       down_tiles();
+    }
+  }
+  // Keys and values of all pages of this block's unit but each warp's first.
+  DEV void page_tiles(Front& front, const StepLayer& y) {
+    const int begin = sh.run.page_begin + WARPS, end = sh.split < 0 ? begin : sh.run.page_end, place = lane >> 1;
+    auto entry_of = [&](int first) { return place < TILE_PAGES && first + place < end ? sh.run.table[first + place] : -1; };
+    int entry = entry_of(begin);
+#pragma unroll 1
+    for (int first = begin; first < end; first += TILE_PAGES) {
+      const int next = entry_of(first + TILE_PAGES);
+      char* to = front.open(min_int(TILE_PAGES, end - first) * PAGE_BYTES) + lane * (PAGE_BYTES / 2);
+      stream_copies(front.newest(), to, (lane & 1 ? y.cache.v_pages : y.cache.k_pages) + ((size_t)entry * a.attention.Hk + sh.kv) * PAGE * DH, entry < 0 ? 0 : PAGE_BYTES / 2);
+      front.next++;
+      entry = next;
     }
   }
   // Asks for tiles of the first half as soon as their expert is known.
@@ -877,7 +924,7 @@ struct Step {
   DEV void down_tiles() {
     const int groups = a.F / 128, ROWS = a.down_rows, K = a.rule.K, code_bytes = ROWS * groups * Form<B, 128>::ROW_BYTES, bytes = code_bytes + ROWS * groups * 2;
     const bool codes = lane < 16;
-    stream_fence();
+    stream_fence_shared();
 #pragma unroll 1
     for (int t = blockIdx.x; t * ROWS < a.D; t += gridDim.x) {
       if (downs++) barrier_wait(&sh.down_empty, downs & 1);
@@ -899,6 +946,7 @@ DEV void step(const StepArgs& a) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < TILES_AHEAD; i++) barrier_init(sh.full + i, STREAM_ARRIVALS), barrier_init(sh.empty + i, COMPUTE);
     barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.projected, 1), barrier_init(&sh.halfway, 1), barrier_init(&sh.attended, COMPUTE);
+    for (int i = 0; i < COMPUTE; i++) barrier_init(sh.first_page + i, 1);
   }
   barrier_init_done();
   const u32 use = a.uses[blockIdx.x] + 1;

@@ -2,6 +2,7 @@
 #pragma once
 #include "mma.cuh"
 #include "reduce.cuh"
+#include "stream.cuh"
 
 static const int PAGE = 16;  // tokens
 static const int WARPS = 8;  // that take pages in turn
@@ -61,8 +62,8 @@ DEV void load_own(float* f, const float* row) {
 
 // What differs between the two: how threads wait, for the projections and for each other, and how they read what these left.
 struct Alone {
-  // norms of whole rows may be asked for; angles are not there yet; nothing was asked for
-  static const bool WHOLE_NORM = true, ANGLES = true, ASKED = false;
+  // norms of whole rows may be asked for; angles are not there yet; who attends copies pages
+  static const bool WHOLE_NORM = true, ANGLES = true, STREAMED = false;
   float* scratch_sh;
   DEV void wait() const {
     dependency_wait();
@@ -86,23 +87,25 @@ struct AttendShared {
   static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = ROWS_AT + WARPS * DH * 4;
 };
 
-// The keys or values of a page and head, [16][DH], asked for by a warp: rows DH + 8 apart.
+// Rows of a page are pieces of 16 bytes, and where a row is whole lines the order of each eight is one of eight, by the row: a piece of eight rows, or four
+// pieces of two, lie in all banks when a page is in shared memory as it is in the cache. The place of piece c, and of element i, of row r.
+template <int DH>
+DEV int piece_at(int r, int c) {
+  return DH % 64 ? c : c ^ ((r & 1) << 2 | (r >> 1 & 3));
+}
+template <int DH>
+DEV int element_at(int r, int i) {
+  return piece_at<DH>(r, i >> 3) * 8 + (i & 7);
+}
+// The keys or values of a page and head, [16][DH], asked for by a warp: pieces in their order, rows DH + 8 apart.
 template <int DH>
 DEV void ask_rows(bf16* to_sh, const bf16* from) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < DH * PAGE / 8 / 32; i++) {
     const int c = lane + 32 * i, r = c / (DH / 8), col = c % (DH / 8);
-    copy_async_16(to_sh + r * (DH + 8) + col * 8, from + r * DH + col * 8);
+    copy_async_16(to_sh + r * (DH + 8) + col * 8, from + r * DH + piece_at<DH>(r, col) * 8);
   }
-}
-// A warp's first page, by its entry in the table, before attend_run: values into the first of its buffers, keys into the second.
-template <int DH>
-DEV void ask_first_page(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, int kv, int entry) {
-  bf16* to_sh = (bf16*)unit_sh + (threadIdx.x >> 5) * 2 * 16 * (DH + 8);
-  const size_t at = ((size_t)entry * a.Hk + kv) * PAGE * DH;
-  ask_rows<DH>(to_sh, y.v_pages + at), ask_rows<DH>(to_sh + 16 * (DH + 8), y.k_pages + at);
-  copy_async_commit();
 }
 
 // cosines, then sines, of a row of their tables
@@ -155,10 +158,9 @@ DEV void prepare_row(float* f, const float* gain, float inv, const Args& a, cons
   for (int i = 0; i < E; i++) f[i] = row_sh[lane * E + i];
   __syncwarp();
 }
-// A lane's elements of a row as bf16.
+// A lane's elements of a row as bf16, from `at` on.
 template <int E>
-DEV void store_own(bf16* row, const float* f) {
-  bf16* at = row + (threadIdx.x & 31) * E;
+DEV void store_own(bf16* at, const float* f) {
   if constexpr (E == 4) {
     *(uint2*)at = make_uint2(bf16_pair(f[0], f[1]), bf16_pair(f[2], f[3]));
   } else if constexpr (E == 2) {
@@ -209,11 +211,11 @@ DEV float merge_lanes(float* v, float m, float l, int lanes) {
 template <int DH, bool WIDE, class Side, class Store>
 DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_sh, float* angle_sh, const Side& side, int seq, const int& kv, const PageRun& run, bool newest, const Store& store) {
   typedef AttendShared<DH, WIDE> Sh;
-  const int ROW = Sh::ROW, BLOCKS = DH / 32, TILES = DH / 8, HEADS = Sh::HEADS, SUMS = WIDE ? 2 : 1, THREADS = 32 * WARPS, E = DH / 32;
+  const int ROW = Sh::ROW, Q_ROW = DH % 64 ? ROW : DH, BLOCKS = DH / 32, TILES = DH / 8, HEADS = Sh::HEADS, SUMS = WIDE ? 2 : 1, THREADS = 32 * WARPS, E = DH / 32;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3, group = a.H / a.Hk;
   bf16* v_sh = (bf16*)unit_sh + warp * 2 * 16 * ROW;  // [2][16][ROW] a warp
   float* merge_sh = (float*)unit_sh;                    // [WARPS][HEADS][DH + 4], after the pages
-  bf16* q_sh = (bf16*)(unit_sh + Sh::Q_AT);             // [16][ROW], then the new key and value
+  bf16* q_sh = (bf16*)(unit_sh + Sh::Q_AT);             // [16][Q_ROW], then the new key and value, pieces as in pages
   float* row_sh = (float*)(unit_sh + Sh::ROWS_AT) + warp * DH;
   const int position = run.position, last_page = run.last_page;
   uint4 key[2][BLOCKS];
@@ -226,9 +228,9 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(y.k_pages + at + (g + 8 * i) * DH + b * 32 + t * 8);
+      for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(y.k_pages + at + (g + 8 * i) * DH + piece_at<DH>(g, b * 4 + t) * 8);
   };
-  if (!Side::ASKED && page < run.page_end) request(run.table[page], 0);
+  if (!Side::STREAMED && page < run.page_end) request(run.table[page], 0);
 
   // everything about q: a warp has a head or two, the first two also the new key and value
   if (Side::ANGLES) load_angles(angle_sh, a, position, thread, THREADS);
@@ -266,11 +268,11 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
 #pragma unroll
     for (int j = 0; j < E; j++)
       if (!used) f[0][j] = 0.f;
-    store_own<E>(q_sh + h * ROW, f[0]);
+    store_own<E>(q_sh + h * Q_ROW + element_at<DH>(h, lane * E), f[0]);
     if (!WIDE && is_q) {
 #pragma unroll
       for (int j = 0; j < E; j++) f[0][j] -= to_f32(to_bf16(f[0][j]));
-      store_own<E>(q_sh + (h + 8) * ROW, f[0]);
+      store_own<E>(q_sh + (h + 8) * Q_ROW + element_at<DH>(h, lane * E), f[0]);
     }
 #pragma unroll
     for (int r = 1; r < ROWS; r++)
@@ -285,47 +287,50 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
 #pragma unroll
   for (int n = 0; n < TILES; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
   const float to_exp2 = a.scale * 1.4426950408889634f;
-  if (Side::ASKED && page < run.page_end) {
-    copy_async_wait<0>();
-    __syncwarp();
+  // A lane's queries, with what bf16 leaves of them, as products take them: in registers where there is room.
+  auto query = [&](int b, u32 (*q)[4]) {
+    const int at = g * Q_ROW + piece_at<DH>(g, b * 4 + t) * 8;
+    const uint4 hi = *(const uint4*)(q_sh + at), rest = *(const uint4*)(q_sh + at + 8 * Q_ROW);
+    q[0][0] = hi.x, q[0][1] = rest.x, q[0][2] = hi.y, q[0][3] = rest.y;
+    q[1][0] = hi.z, q[1][1] = rest.z, q[1][2] = hi.w, q[1][3] = rest.w;
+  };
+  u32 own_q[Side::STREAMED ? BLOCKS : 1][2][4];
+  if constexpr (Side::STREAMED)
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(v_sh + (16 + g + 8 * i) * ROW + b * 32 + t * 8);
-    __syncwarp();
-  }
-  // scores of a page, request for the next one, then softmax and values
-#pragma unroll 1
-  while (page < run.page_end) {
-    float s[2][4];
+    for (int b = 0; b < BLOCKS; b++) query(b, own_q[b]);
+  // A page whose keys are in `key`: scores, then what `between` does, softmax, and once `there` values: where a lane finds its row of pieces n and n + 1,
+  // and where element i of row r is.
+  auto absorb = [&](int page, const auto& between, const auto& there, const auto& piece, const auto& element) {
+    float s[2][4], s_more[2][4];
     if (page == last_page) {
 #pragma unroll
       for (int i = 0; i < 2; i++)
         if (g + 8 * i == position % PAGE)
 #pragma unroll
-          for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(q_sh + 16 * ROW + b * 32 + t * 8);
+          for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(q_sh + 16 * Q_ROW + piece_at<DH>(16, b * 4 + t) * 8);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0.f;
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) s[i][j] = s_more[i][j] = 0.f;
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) {
-      const uint4 q_b = *(const uint4*)(q_sh + g * ROW + b * 32 + t * 8), rest_b = *(const uint4*)(q_sh + (g + 8) * ROW + b * 32 + t * 8);
-      const u32 lo[4] = {q_b.x, rest_b.x, q_b.y, rest_b.y}, hi[4] = {q_b.z, rest_b.z, q_b.w, rest_b.w};
+      u32 read_q[2][4];
+      if (!Side::STREAMED) query(b, read_q);
+      const u32(*q)[4] = Side::STREAMED ? own_q[Side::STREAMED ? b : 0] : read_q;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        mma_bf16(s[i], lo, key[i][b].x, key[i][b].y);
-        mma_bf16(s[i], hi, key[i][b].z, key[i][b].w);
+        mma_bf16(s[i], q[0], key[i][b].x, key[i][b].y);
+        mma_bf16(s_more[i], q[1], key[i][b].z, key[i][b].w);
       }
     }
-    const int next = page + WARPS;
-    const bool more = next < run.page_end;
-    if (more) request(run.table[next], buffer ^ 1);
+    between();
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int j = 0; j < 2 * SUMS; j++) {
         const int token = page * PAGE + i * 8 + 2 * t + (j & 1);
-        const float x = WIDE ? s[i][j] : s[i][j] + s[i][j + 2];
+        const float x = WIDE ? s[i][j] + s_more[i][j] : (s[i][j] + s_more[i][j]) + (s[i][j + 2] + s_more[i][j + 2]);
         s[i][j] = token <= position && token >= run.begin ? x * to_exp2 : -INFINITY_F;
       }
     u32 p[4];
@@ -340,34 +345,67 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
       sum[r] = fmaf(sum[r], keep, e0) + e1 + e2 + e3;
       p[r] = bf16_pair(e0, e1), p[2 + r] = bf16_pair(e2, e3);
       if (!WIDE) p[1] = bf16_rest(e0, e1, p[0]), p[3] = bf16_rest(e2, e3, p[2]);
+      if (__any_sync(0xffffffffu, keep != 1.f))
 #pragma unroll
-      for (int n = 0; n < TILES; n++) {
-        o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
-        if (!WIDE) o[n][2] *= keep, o[n][3] *= keep;
-      }
+        for (int n = 0; n < TILES; n++) {
+          o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
+          if (!WIDE) o[n][2] *= keep, o[n][3] *= keep;
+        }
     }
-    if (more)
-      copy_async_wait<1>();
-    else
-      copy_async_wait<0>();
-    __syncwarp();
+    there();
     if (page == last_page) {
       // what a page holds past its end may be anything, and 0 * NaN is NaN
 #pragma unroll 1
       for (int r = position % PAGE; r < PAGE; r++)
 #pragma unroll
-        for (int i = lane; i < DH; i += 32) v_sh[(buffer * 16 + r) * ROW + i] = r == position % PAGE ? q_sh[17 * ROW + i] : (bf16)0;
+        for (int i = lane; i < DH; i += 32) *element(r, i) = r == position % PAGE ? q_sh[17 * Q_ROW + element_at<DH>(17, i)] : (bf16)0;
+      if (Side::STREAMED) stream_fence_shared();
       __syncwarp();
     }
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) {
       u32 b[4];
-      ldmatrix_x4_trans(b, v_sh + (buffer * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
+      ldmatrix_x4_trans(b, piece(n));
       mma_bf16(o[n], p, b[0], b[1]);
       mma_bf16(o[n + 1], p, b[2], b[3]);
     }
     __syncwarp();
-    page = next, buffer ^= 1;
+  };
+  if constexpr (Side::STREAMED) {
+    // the first eight pieces of a row are in its first line, as far from each other as the next eight
+    static_assert(DH % 64 == 0, "whole lines");
+    int key_at[2], value_at[4];
+#pragma unroll
+    for (int i = 0; i < 2; i++) key_at[i] = g * DH + piece_at<DH>(g, 4 * i + t) * 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) value_at[i] = (lane & 15) * DH + piece_at<DH>(lane & 15, 2 * i + (lane >> 4)) * 8;
+    side.pages(run, [&](int page, bf16* keys_sh) {
+      bf16* values_sh = keys_sh + PAGE * DH;
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(keys_sh + key_at[b & 1] + b / 2 * 64 + 8 * i * DH);
+      absorb(page, [] {}, [] {}, [&](int n) { return values_sh + value_at[n / 2 & 3] + n / 8 * 64; }, [&](int r, int i) { return values_sh + r * DH + element_at<DH>(r, i); });
+    });
+  } else {
+#pragma unroll 1
+    while (page < run.page_end) {
+      const int next = page + WARPS;
+      const bool more = next < run.page_end;
+      bf16* values_sh = v_sh + buffer * 16 * ROW;
+      auto between = [&] {
+        if (more) request(run.table[next], buffer ^ 1);
+      };
+      auto there = [&] {
+        if (more)
+          copy_async_wait<1>();
+        else
+          copy_async_wait<0>();
+        __syncwarp();
+      };
+      absorb(page, between, there, [&](int n) { return values_sh + (lane & 15) * ROW + (n + (lane >> 4)) * 8; }, [&](int r, int i) { return values_sh + r * ROW + i; });
+      page = next, buffer ^= 1;
+    }
   }
 #pragma unroll
   for (int r = 0; r < SUMS; r++) {
@@ -404,6 +442,6 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   }
   if (newest && warp < 2) {
     bf16* to = (warp == 0 ? y.k_pages : y.v_pages) + (((size_t)run.table[last_page] * a.Hk + kv) * PAGE + position % PAGE) * DH;
-    for (int i = lane; i < DH; i += 32) to[i] = q_sh[(16 + warp) * ROW + i];
+    for (int i = lane; i < DH; i += 32) to[element_at<DH>(position % PAGE, i)] = q_sh[(16 + warp) * Q_ROW + element_at<DH>(16 + warp, i)];
   }
 }

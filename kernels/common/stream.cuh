@@ -65,8 +65,7 @@ DEV void stream_done(u64* barrier_sh) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_sh)) : "memory");
 #endif
 }
-#if __CUDA_ARCH__ >= 900
-// By one thread, with a barrier of one arrival: bytes (multiples of 16) into shared memory, and from there to global memory.
+// From sm_90, by one thread, with a barrier of one arrival: bytes (multiples of 16) into shared memory, and from there to global memory.
 DEV void stream_expect_one(u64* barrier_sh, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier_sh)), "r"(bytes) : "memory"); }
 DEV void bulk_load(u64* barrier_sh, void* dst_sh, const void* src, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst_sh)), "l"(src), "r"(bytes), "r"(shared_address(barrier_sh)) : "memory");
@@ -77,11 +76,16 @@ DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"
 DEV void bulk_read_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 template <int PENDING>
 DEV void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
-#endif
-// Orders what this thread has seen arrive before the bulk copies that it asks for next.
+// Orders what this thread has seen arrive before the bulk copies that it asks for next; the second, what was done in shared memory alone, which
+// takes no trip to L2.
 DEV void stream_fence() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+DEV void stream_fence_shared() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 // a barrier of some warps of the block, named 1..15
