@@ -3,7 +3,7 @@
 //   o[h] = sum_s softmax_s(scale * q[h] . K[s, h / (H / Hk)]) V[s, h / (H / Hk)],   s in (position - window, position]
 //
 // q [T, H Dh], k, v [T, Hk Dh] f32 as the projections left them; o [T, H Dh] f32
-// cache  k_pages, v_pages [page][Hk][16][Dh] bf16; page_table [T, max_pages] s32; positions [T] s32, of the new token
+// cache  k_pages, v_pages [page][Hk][16][Dh] bf16, pieces of a row where piece_at says; page_table [T, max_pages] s32; positions [T] s32, of the new token
 // norm   0 none, 1 each head alone (gain [Dh]), 2 the whole row (gain [H Dh], [Hk Dh]); clip after it; cosines, sines
 //        [positions, rope_dim / 2] f32, pairs (i, i + rope_dim / 2) or (2 i, 2 i + 1) of the first rope_dim elements
 // needs  Dh in {32, 64, 96, 128}, H / Hk <= 16, rope_dim even; partial [T Hk max_splits][16][Dh + 4] f32; counters [T Hk] ints at zero

@@ -25,7 +25,8 @@ struct Pages {
   const int* row;       // [T]
   const int* table;     // [rows, stride]
   int stride;
-  int kind;  // element type of the cache: F32 or BF16
+  int kind;    // element type of the cache: F32 or BF16
+  int turned;  // rows of whole 64 elements are in eights whose order goes by the row, as piece_at in common/attend.cuh says
 };
 
 constexpr int PAGE = 16;     // tokens a page; a page is [heads][PAGE][dim]
@@ -223,14 +224,21 @@ __device__ __forceinline__ size_t cache_at(const Pages& pages, int row, int posi
   return ((page * heads + head) * PAGE + position % PAGE) * dim;
 }
 
+// Where element i of a row is.
+__device__ __forceinline__ int element_at(const Pages& pages, int position, int dim, int i) {
+  int row = position % PAGE;
+  return pages.turned && dim % 64 == 0 ? i ^ ((row & 1) << 2 | (row >> 1 & 3)) << 3 : i;
+}
+
 // Stores one row a token in its page. Grid (heads, T), block 64.
 extern "C" __global__ void plain_append(void* cache, const float* src, int src_stride, Pages pages, int dim) {
   int t = blockIdx.y, head = blockIdx.x;
   size_t at = cache_at(pages, pages.row[t], pages.position[t], gridDim.x, head, dim);
   for (int i = threadIdx.x; i < dim; i += blockDim.x) {
     float x = src[(size_t)t * src_stride + head * dim + i];
-    if (pages.kind == F32) ((float*)cache)[at + i] = x;
-    else ((u16*)cache)[at + i] = f32_to_bf16(x);
+    size_t to = at + element_at(pages, pages.position[t], dim, i);
+    if (pages.kind == F32) ((float*)cache)[to] = x;
+    else ((u16*)cache)[to] = f32_to_bf16(x);
   }
 }
 
@@ -251,13 +259,13 @@ __device__ __forceinline__ void attend(float* dst, const float* q, const void* k
     float score = 0;
 #pragma unroll
     for (int i = 0; i < KN; i++)
-      if (i * 32 + lane < k_dim) score += query[i] * load_float(keys, k_at + i * 32 + lane, pages.kind);
+      if (i * 32 + lane < k_dim) score += query[i] * load_float(keys, k_at + element_at(pages, p, k_dim, i * 32 + lane), pages.kind);
     score = warp_sum(score);
     float next = fmaxf(m, score), keep = expf(m - next), e = expf(score - next);
     l = l * keep + e;
     m = next;
 #pragma unroll
-    for (int i = 0; i < VN; i++) acc[i] = acc[i] * keep + (i * 32 + lane < v_dim ? e * load_float(values, v_at + i * 32 + lane, pages.kind) : 0.0f);
+    for (int i = 0; i < VN; i++) acc[i] = acc[i] * keep + (i * 32 + lane < v_dim ? e * load_float(values, v_at + element_at(pages, p, v_row, i * 32 + lane), pages.kind) : 0.0f);
   }
   if (lane == 0) peak[warp] = m, mass[warp] = l;
 #pragma unroll

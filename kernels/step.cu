@@ -14,13 +14,13 @@
 // Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
 // bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.
 // A value may be overwritten a layer later, since what leads there needs what each of its readers has made of it.
-// Eight warps compute; one copies what they multiply with into a ring of tiles, as far ahead as there is room. It also chooses the experts,
+// Eight warps compute; one copies what they multiply with, and keys and values, into a ring of tiles, as far ahead as there is room. It also chooses the experts,
 // since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them. Its three
 // neighbours only give up registers with it.
 //
 // Instances step_{A}_{B}_d{Dh}, step_{A}_{B}_long_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and
 //   at most the multiprocessors, 384 threads, shared = AttendShared::BYTES to whole lines + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring
-//   has room for any two tiles: 16 rows of A and 2 * 16 of B, or 8 and 2 * 8 of rows longer than SLICE groups, LONG_ROWS of long ones
+//   has room for any two tiles: 16 rows of A and 2 * 16 of B, or 8 and 2 * 8 of rows longer than SLICE groups, LONG_ROWS of long ones, TILE_PAGES
 // Floors: bytes of a layer's weights and keys at read bandwidth. Source: src/engine/cpu.
 #include "common/attend.cuh"
 #include "common/planes.cuh"
@@ -117,8 +117,8 @@ DEV void take_rows(float (*f)[E], const float* const* row, u32 tag, const bool* 
 #pragma unroll
     for (int i = 0; i < E; i++) f[j][i] = __uint_as_float(v[j][i] & ~1u);
 }
-// N runs of eight floats, `step` apart, zeros where not wanted. `ask` may come long before `take_asked`; `take` does both and reads in one place,
-// which is worth 0.3 us a layer.
+// N runs of eight floats, `step` apart, zeros where not wanted. Lanes that have what they want do not ask again: who waits takes from what others
+// wait for. `ask` may come long before `take_asked`; `take` does both and reads in one place, which is worth 0.3 us a layer.
 template <int N>
 struct Runs8 {
   uint4 v[N][2];
@@ -127,12 +127,15 @@ struct Runs8 {
   bool want[N];
   DEV void prepare(u32 tag) {
 #pragma unroll
-    for (int j = 0; j < N; j++) v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
+    for (int j = 0; j < N; j++) {
+      v[j][0] = v[j][1] = make_uint4(tag, tag, tag, tag);
+      if (want[j]) v[j][0].x = tag ^ 1;
+    }
   }
-  DEV void peek_all() {
+  DEV void peek_missing(u32 tag) {
 #pragma unroll
     for (int j = 0; j < N; j++)
-      if (want[j]) peek<4>(&v[j][0].x, at + j * step), peek<4>(&v[j][1].x, at + j * step + 4);
+      if ((wrong_tags(v[j][0], tag) | wrong_tags(v[j][1], tag)) & 1) peek<4>(&v[j][0].x, at + j * step), peek<4>(&v[j][1].x, at + j * step + 4);
   }
   DEV bool there(u32 tag) const {
     u32 wrong = 0;
@@ -149,15 +152,15 @@ struct Runs8 {
   }
   DEV void ask(u32 tag) {
     prepare(tag);
-    peek_all();
+    peek_missing(tag);
   }
   DEV void take_asked(float (*f)[8], u32 tag) {
-    while (!there(tag)) peek_all();
+    while (!there(tag)) peek_missing(tag);
     give(f);
   }
   DEV void take(float (*f)[8], u32 tag) {
     prepare(tag);
-    do peek_all();
+    do peek_missing(tag);
     while (!there(tag));
     give(f);
   }
@@ -181,6 +184,12 @@ DEV void take_logits(float* v, const float* at, int E, u32 tag) {
 // A float with the number of this use beside it.
 DEV void post_pair(u64* at, float x, float y, u32 use) {
   asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1,%2};" ::"l"(at), "l"((u64)use << 32 | __float_as_uint(x)), "l"((u64)use << 32 | __float_as_uint(y)) : "memory");
+}
+// by a whole warp, until a lane's pair is of this use
+DEV void await_pair(const u64* at, u32 use) {
+  u64 v[2];
+  do asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(at) : "memory");
+  while (__any_sync(0xffffffffu, (u32)(v[0] >> 32) ^ use));
 }
 // three pairs of one row
 DEV void take_pairs(float (*f)[2], const u64* const* at, u32 use) {
@@ -219,6 +228,7 @@ struct __align__(16) StepShared {
   u32 first;              // use of the first layer
   int kv, split, splits;  // split below zero: it has none
 };
+static_assert(sizeof(StepShared) <= 2048, "what is kept from the ring for it");
 
 // The ring's front, of the warp that copies; all lanes alike but for `taken`.
 struct Front {
@@ -572,13 +582,19 @@ struct Step {
     }
     if (splits == 1) return;
     // four elements a warp
-    const int items = a.attention.H * DH / 4, each = div_up(items, (int)gridDim.x);
+    const int items = a.attention.H * DH / 4, each = div_up(items, (int)gridDim.x), first = blockIdx.x * each;
+    auto row_of = [&](int head) {
+      const int kv = head / group;
+      return a.partial + (((u64)kv * a.attention.max_splits + min_int(lane, splits - 1)) * 16 + head - kv * group) * stride;
+    };
+    if (first >= items) return;
+    // One warp waits for the first item's, the others for it: all of them asking for all that they want would hold up what they wait for.
+    if (warp == 0) await_pair(row_of(first / (DH / 4)) + DH, use);
+    compute_barrier();
 #pragma unroll 1
-    for (int i = warp; i < each; i += COMPUTE) {
-      const int item = blockIdx.x * each + i;
-      if (item >= items) break;
-      const int head = item / (DH / 4), d = item % (DH / 4) * 4, kv = head / group, h = head - kv * group;
-      const u64* row = a.partial + (((u64)kv * a.attention.max_splits + min_int(lane, splits - 1)) * 16 + h) * stride;
+    for (int i = warp; i < each && first + i < items; i += COMPUTE) {
+      const int head = (first + i) / (DH / 4), d = (first + i) % (DH / 4) * 4;
+      const u64* row = row_of(head);
       float v[6];
       const u64* const at[3] = {row + d, row + d + 2, row + DH};
       take_pairs((float(*)[2])v, at, use);

@@ -298,9 +298,18 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   if constexpr (Side::STREAMED)
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) query(b, own_q[b]);
-  // A page whose keys are in `key`: scores, then what `between` does, softmax, and once `there` values: where a lane finds its row of pieces n and n + 1,
-  // and where element i of row r is.
-  auto absorb = [&](int page, const auto& between, const auto& there, const auto& piece, const auto& element) {
+  // Of streamed pages a lane's keys, and its pieces of values: the first eight of a row are in its first line, as far from each other as the others.
+  int key_at[2], value_at[4];
+  if constexpr (Side::STREAMED) {
+    static_assert(DH % 64 == 0, "whole lines");
+#pragma unroll
+    for (int i = 0; i < 2; i++) key_at[i] = g * DH + piece_at<DH>(g, 4 * i + t) * 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) value_at[i] = (lane & 15) * DH + piece_at<DH>(lane & 15, 2 * i + (lane >> 4)) * 8;
+  }
+  // A page whose keys are in `key`: scores, request for page `next`, then softmax and values.
+  auto absorb = [&](int page, bf16* values_sh, int next) {
+    const bool more = !Side::STREAMED && next < run.page_end;
     float s[2][4], s_more[2][4];
     if (page == last_page) {
 #pragma unroll
@@ -324,7 +333,7 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
         mma_bf16(s_more[i], q[1], key[i][b].z, key[i][b].w);
       }
     }
-    between();
+    if (more) request(run.table[next], buffer ^ 1);
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -352,59 +361,42 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
           if (!WIDE) o[n][2] *= keep, o[n][3] *= keep;
         }
     }
-    there();
+    if (more)
+      copy_async_wait<1>();
+    else if (!Side::STREAMED)
+      copy_async_wait<0>();
+    if (!Side::STREAMED) __syncwarp();
     if (page == last_page) {
       // what a page holds past its end may be anything, and 0 * NaN is NaN
 #pragma unroll 1
       for (int r = position % PAGE; r < PAGE; r++)
 #pragma unroll
-        for (int i = lane; i < DH; i += 32) *element(r, i) = r == position % PAGE ? q_sh[17 * Q_ROW + element_at<DH>(17, i)] : (bf16)0;
+        for (int i = lane; i < DH; i += 32) values_sh[Side::STREAMED ? r * DH + element_at<DH>(r, i) : r * ROW + i] = r == position % PAGE ? q_sh[17 * Q_ROW + element_at<DH>(17, i)] : (bf16)0;
       if (Side::STREAMED) stream_fence_shared();
       __syncwarp();
     }
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) {
       u32 b[4];
-      ldmatrix_x4_trans(b, piece(n));
+      ldmatrix_x4_trans(b, values_sh + (Side::STREAMED ? value_at[n / 2 & 3] + n / 8 * 64 : (lane & 15) * ROW + (n + (lane >> 4)) * 8));
       mma_bf16(o[n], p, b[0], b[1]);
       mma_bf16(o[n + 1], p, b[2], b[3]);
     }
     __syncwarp();
   };
   if constexpr (Side::STREAMED) {
-    // the first eight pieces of a row are in its first line, as far from each other as the next eight
-    static_assert(DH % 64 == 0, "whole lines");
-    int key_at[2], value_at[4];
-#pragma unroll
-    for (int i = 0; i < 2; i++) key_at[i] = g * DH + piece_at<DH>(g, 4 * i + t) * 8;
-#pragma unroll
-    for (int i = 0; i < 4; i++) value_at[i] = (lane & 15) * DH + piece_at<DH>(lane & 15, 2 * i + (lane >> 4)) * 8;
     side.pages(run, [&](int page, bf16* keys_sh) {
-      bf16* values_sh = keys_sh + PAGE * DH;
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(keys_sh + key_at[b & 1] + b / 2 * 64 + 8 * i * DH);
-      absorb(page, [] {}, [] {}, [&](int n) { return values_sh + value_at[n / 2 & 3] + n / 8 * 64; }, [&](int r, int i) { return values_sh + r * DH + element_at<DH>(r, i); });
+      absorb(page, keys_sh + PAGE * DH, 0);
     });
   } else {
 #pragma unroll 1
     while (page < run.page_end) {
-      const int next = page + WARPS;
-      const bool more = next < run.page_end;
-      bf16* values_sh = v_sh + buffer * 16 * ROW;
-      auto between = [&] {
-        if (more) request(run.table[next], buffer ^ 1);
-      };
-      auto there = [&] {
-        if (more)
-          copy_async_wait<1>();
-        else
-          copy_async_wait<0>();
-        __syncwarp();
-      };
-      absorb(page, between, there, [&](int n) { return values_sh + (lane & 15) * ROW + (n + (lane >> 4)) * 8; }, [&](int r, int i) { return values_sh + r * ROW + i; });
-      page = next, buffer ^= 1;
+      absorb(page, v_sh + buffer * 16 * ROW, page + WARPS);
+      page += WARPS, buffer ^= 1;
     }
   }
 #pragma unroll

@@ -280,6 +280,15 @@ fn models() -> Vec<(&'static str, Value)> {
                 json!({"head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 96, "num_experts": 9, "norm_topk_prob": true}),
             ),
         ),
+        // decode of so many heads a key is left to plain kernels, which read what the fast ones of the prompt wrote
+        (
+            "many-heads",
+            base(
+                "qwen3_moe",
+                json!({"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 128,
+                       "moe_intermediate_size": 64, "num_experts": 4, "norm_topk_prob": true}),
+            ),
+        ),
         (
             "whole-norms",
             base(

@@ -67,7 +67,7 @@ impl Engine {
                 self.count_keys();
             }
             Step::AttendLatent { dst, q, latent, up, layer, mla } => {
-                let (keys, pages) = (self.cache(*layer).keys.at(0), self.pages_of(view));
+                let (keys, pages) = (self.cache(*layer).keys.at(0), Pages { turned: 0, ..self.pages_of(view) });
                 let (rank, rope, nope, v) = (mla.kv_rank as i32, mla.rope as i32, mla.nope as i32, mla.v as i32);
                 let up = self.store.matrix(*up);
                 let (query, mixed) = (self.work.latent_q.at(0), self.work.latent_out.at(0));
@@ -206,7 +206,7 @@ impl Engine {
 
     fn pages_of(&self, view: &View) -> Pages {
         let stride = view.table_stride as i32;
-        Pages { position: view.positions, row: view.rows, table: view.table, stride, kind: self.cache_kind }
+        Pages { position: view.positions, row: view.rows, table: view.table, stride, kind: self.cache_kind, turned: 1 }
     }
 
     /// The first attention of a pass stores the batch's keys; from then on they count.

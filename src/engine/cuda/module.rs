@@ -150,11 +150,10 @@ pub fn compile(source: &Source, arch: &str) -> Result<Compiled, CudaError> {
     compiler()?;
     let text = |s: &str| CString::new(s).map_err(|_| CudaError::Unsupported("a kernel source holds a zero byte".into()));
     let (code, name) = (text(source.text)?, text(source.name)?);
-    // Headers include each other by their bare names, which NVRTC does not resolve by folder.
-    let bare = HEADERS.iter().map(|h| (h.name.rsplit('/').next().unwrap_or(h.name), h.text));
-    let all: Vec<(&str, &str)> = HEADERS.iter().map(|h| (h.name, h.text)).chain(bare).collect();
-    let headers = all.iter().map(|h| text(h.1)).collect::<Result<Vec<_>, _>>()?;
-    let names = all.iter().map(|h| text(h.0)).collect::<Result<Vec<_>, _>>()?;
+    // Headers include each other by their bare names, which NVRTC does not resolve by folder; one by two names would be there twice.
+    let headers = HEADERS.iter().map(|h| text(&h.text.replace("#include \"", "#include \"common/")));
+    let headers = headers.collect::<Result<Vec<_>, _>>()?;
+    let names = HEADERS.iter().map(|h| text(h.name)).collect::<Result<Vec<_>, _>>()?;
     let pointers = |v: &[CString]| v.iter().map(|s| s.as_ptr()).collect::<Vec<*const c_char>>();
     let mut program = Program(std::ptr::null_mut());
     // SAFETY: all strings end in zero and outlive the program.

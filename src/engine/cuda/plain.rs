@@ -55,6 +55,7 @@ pub(super) struct Pages {
     pub table: u64,
     pub stride: i32,
     pub kind: Kind,
+    pub turned: i32,
 }
 
 /// `Router` in `plain.cu`.

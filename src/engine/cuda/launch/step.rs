@@ -1,5 +1,6 @@
 //! All layers of one token in one launch.
 
+use super::super::pages::PAGE_TOKENS;
 use super::{EXPERT_POINTERS, GROUP_K, Grid, LINE, Limits, Width, attention, attention_splits, down, lines};
 
 /// Groups of a row that the kernel takes at a time; `SLICE` in `step.cu`.
@@ -11,6 +12,8 @@ const LONG_PLANES: usize = 16;
 /// Groups of long rows are a multiple of these: whole pairs of each quarter.
 const LONG_GROUPS: usize = 8;
 const LONG_TILES: usize = 32 / LONG_ROWS;
+/// Pages of a tile of keys and values; `TILE_PAGES` in `step.cu`.
+const TILE_PAGES: usize = 4;
 /// Warps that compute, groups of planes of each, floats of partial sums; `COMPUTE`, `PLANE_GROUPS` and `RED` in `step.cu`.
 const WARPS: usize = 8;
 const PLANE_GROUPS: usize = 8;
@@ -116,12 +119,13 @@ pub fn step(shape: &StepShape, limits: Limits) -> Option<StepLaunch> {
     let projected = |groups: usize| tile(rows(groups), groups, shape.attention);
     let gate_up = tile(2 * rows(d_groups), d_groups, shape.expert);
     let longest = if long { tile(LONG_ROWS, f_groups, shape.expert) } else { 0 };
+    let pages = TILE_PAGES * PAGE_TOKENS * 4 * head_dim;
     // In the place of attention: planes of h of all warps, or a tile of each expert. Sums: of a tile of each part of all rows of a block.
     let (kept, sums_kept) = match long {
         true => (WARPS * LONG_PLANES * 264, f_groups / 2 * LONG_ROWS * LONG_TILES),
         false => (top_k * down_rows * f_groups * (16 * shape.expert.bits + 2), top_k * sums.split * down_rows),
     };
-    let fits = 2 * projected(d_groups).max(projected(o_groups)).max(gate_up).max(longest) <= ring
+    let fits = 2 * projected(d_groups).max(projected(o_groups)).max(gate_up).max(longest).max(pages) <= ring
         && kept <= unit
         && sums_kept <= SUMS
         && d.is_multiple_of(down_rows);
