@@ -218,6 +218,9 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   bf16* q_sh = (bf16*)(unit_sh + Sh::Q_AT);             // [16][Q_ROW], then the new key and value, pieces as in pages
   float* row_sh = (float*)(unit_sh + Sh::ROWS_AT) + warp * DH;
   const int position = run.position, last_page = run.last_page;
+  // A lane's pieces of keys and queries, whose rows are g and g + 8: of each 64 elements two.
+  const int own_piece[2] = {piece_at<DH>(g, t) * 8, piece_at<DH>(g, 4 + t) * 8};
+  auto fragment = [&](int b) { return own_piece[b & 1] + b / 2 * 64; };
   uint4 key[2][BLOCKS];
   int page = run.page_begin + warp, buffer = 0;
   // asks for a page by its entry in the table: values into shared memory, keys into registers
@@ -228,7 +231,7 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(y.k_pages + at + (g + 8 * i) * DH + piece_at<DH>(g, b * 4 + t) * 8);
+      for (int b = 0; b < BLOCKS; b++) key[i][b] = load_v4(y.k_pages + at + (g + 8 * i) * DH + fragment(b));
   };
   if (!Side::STREAMED && page < run.page_end) request(run.table[page], 0);
 
@@ -289,8 +292,8 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   const float to_exp2 = a.scale * 1.4426950408889634f;
   // A lane's queries, with what bf16 leaves of them, as products take them: in registers where there is room.
   auto query = [&](int b, u32 (*q)[4]) {
-    const int at = g * Q_ROW + piece_at<DH>(g, b * 4 + t) * 8;
-    const uint4 hi = *(const uint4*)(q_sh + at), rest = *(const uint4*)(q_sh + at + 8 * Q_ROW);
+    const bf16* row = q_sh + g * Q_ROW + fragment(b);
+    const uint4 hi = *(const uint4*)row, rest = *(const uint4*)(row + 8 * Q_ROW);
     q[0][0] = hi.x, q[0][1] = rest.x, q[0][2] = hi.y, q[0][3] = rest.y;
     q[1][0] = hi.z, q[1][1] = rest.z, q[1][2] = hi.w, q[1][3] = rest.w;
   };
@@ -298,12 +301,10 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   if constexpr (Side::STREAMED)
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++) query(b, own_q[b]);
-  // Of streamed pages a lane's keys, and its pieces of values: the first eight of a row are in its first line, as far from each other as the others.
-  int key_at[2], value_at[4];
+  // Of streamed pages a lane's pieces of values: the first eight of a row are in its first line, as far from each other as the others.
+  int value_at[4];
   if constexpr (Side::STREAMED) {
     static_assert(DH % 64 == 0, "whole lines");
-#pragma unroll
-    for (int i = 0; i < 2; i++) key_at[i] = g * DH + piece_at<DH>(g, 4 * i + t) * 8;
 #pragma unroll
     for (int i = 0; i < 4; i++) value_at[i] = (lane & 15) * DH + piece_at<DH>(lane & 15, 2 * i + (lane >> 4)) * 8;
   }
@@ -389,7 +390,7 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(keys_sh + key_at[b & 1] + b / 2 * 64 + 8 * i * DH);
+        for (int b = 0; b < BLOCKS; b++) key[i][b] = *(const uint4*)(keys_sh + (g + 8 * i) * DH + fragment(b));
       absorb(page, keys_sh + PAGE * DH, 0);
     });
   } else {
