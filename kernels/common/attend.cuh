@@ -78,7 +78,7 @@ struct Alone {
   }
 };
 
-// Shared memory of a unit: pages [8][2][16][DH + 8] bf16 and in their place sums [8][HEADS][DH + 4] f32; queries, the new key and value
+// Shared memory of a unit: pages [8][2][16][DH + 8] bf16, or as they are in the cache, and in their place sums [8][HEADS][DH + 4] f32; queries, the new key and value
 // [18][DH + 8] bf16; a row of each warp [8][DH] f32.
 template <int DH, bool WIDE>
 struct AttendShared {
