@@ -14,13 +14,14 @@
 // Nothing is launched between the parts of a layer, and no block waits for all others: every float that passes between blocks says by its last
 // bit whether it is of this layer or of the one before (partial results by a number beside them), and who needs it reads until it is.
 // A value may be overwritten a layer later, since what leads there needs what each of its readers has made of it.
-// Eight warps compute; one copies what they multiply with, and keys and values, into a ring of tiles, as far ahead as there is room. It also chooses the experts,
-// since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them. Its three
+// Eight warps compute; one copies what they multiply with, and keys and values, into a ring of tiles, as far ahead as there is room. It also
+// chooses the experts, since it must know them first, and holds copies back while blocks wait for each other's results, which would queue behind them. Its three
 // neighbours only give up registers with it.
 //
 // Instances step_{A}_{B}_d{Dh}, step_{A}_{B}_long_d{Dh}: A form of q, k, v, o, B of the experts. Launch: cooperative, grid at least Hk max_splits and
 //   at most the multiprocessors, 384 threads, shared = AttendShared::BYTES to whole lines + 8 * 8 * 264 + 4 * 2 * RED + 48 * 128 + ring, where the ring
-//   has room for any two tiles: 16 rows of A and 2 * 16 of B, or 8 and 2 * 8 of rows longer than SLICE groups, LONG_ROWS of long ones, TILE_PAGES
+//   has room for any two tiles: 16 rows of A and 2 * 16 of B, or 8 and 2 * 8 of rows longer than SLICE groups, LONG_ROWS of long ones, or TILE_PAGES
+//   pages of keys and values
 // Floors: bytes of a layer's weights and keys at read bandwidth. Source: src/engine/cpu.
 #include "common/attend.cuh"
 #include "common/planes.cuh"
@@ -211,6 +212,7 @@ DEV void compute_barrier() {
   team_barrier(1, 32 * COMPUTE);
 }
 static_assert(COMPUTE == WARPS, "all warps that compute attend");
+
 struct __align__(16) StepShared {
   StepLayer layer[2];     // in turn
   u64 full[TILES_AHEAD], empty[TILES_AHEAD];
