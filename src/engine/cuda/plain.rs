@@ -113,6 +113,6 @@ mod tests {
             assert_eq!(parameters(source, kernel), *types, "{kernel}");
         }
         assert_eq!(source.matches("extern \"C\" __global__").count(), Plain::SIGNATURES.len());
-        assert_eq!((size_of::<Matrix>(), size_of::<Pages>(), size_of::<Router>()), (40, 32, 36));
+        assert_eq!((size_of::<Matrix>(), size_of::<Pages>(), size_of::<Router>()), (40, 40, 36));
     }
 }
