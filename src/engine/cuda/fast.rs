@@ -3,39 +3,15 @@
 
 use super::device::{CudaError, Device};
 use super::launch::{self, Grid};
-use super::module::{Function, Mode, Module, PROGRAMS, Source, cached};
+use super::module::{Function, Mode, Module, PROGRAMS, Source, cached, structs};
 use super::plain::{Matrix, Router};
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-macro_rules! structs {
-    ($($(#[$doc:meta])* $name:ident in $file:literal { $($field:ident: $ty:ty,)* })*) => {
-        $(
-            $(#[$doc])*
-            #[derive(Clone, Copy)]
-            #[repr(C)]
-            pub(super) struct $name { $(pub $field: $ty,)* }
-
-            impl $name {
-                /// All zero, which is null, no and none.
-                #[allow(dead_code, reason = "small structs are written out in full")]
-                pub const ZERO: $name = {
-                    // SAFETY: integers and floats only, for which zero is a value.
-                    unsafe { std::mem::zeroed() }
-                };
-            }
-        )*
-
-        #[cfg(test)]
-        const STRUCTS: &[(&str, &str, &[(&str, &str)])] =
-            &[$((stringify!($name), include_str!(concat!("../../../kernels/", $file)), &[$((stringify!($field), stringify!($ty))),*])),*];
-    };
-}
-
 structs! {
     /// One product of a launch.
-    LinearMatrix in "common/linear.cuh" {
+    pub(super) LinearMatrix in "common/linear.cuh" {
         packed: u64,
         scale: u64,
         bias: u64,
@@ -47,7 +23,7 @@ structs! {
         pad: i32,
     }
     /// Up to three products of one input.
-    LinearArgs in "common/linear.cuh" {
+    pub(super) LinearArgs in "common/linear.cuh" {
         x: u64,
         up: u64,
         gain: u64,
@@ -63,7 +39,7 @@ structs! {
         columns: i32,
     }
     /// The router.
-    RouterArgs in "router.cu" {
+    pub(super) RouterArgs in "router.cu" {
         logits: u64,
         ids: u64,
         gates: u64,
@@ -94,7 +70,7 @@ structs! {
         rule: RouteRule,
     }
     /// How a token's experts are chosen.
-    RouteRule in "common/routing.cuh" {
+    pub(super) RouteRule in "common/routing.cuh" {
         e: i32,
         k: i32,
         select: i32,
@@ -106,14 +82,14 @@ structs! {
         scale: f32,
     }
     /// Experts that arrive while the products run.
-    Arrivals in "common/routing.cuh" {
+    pub(super) Arrivals in "common/routing.cuh" {
         pieces: u64,
         waited: u64,
         needed: i32,
         pad: i32,
     }
     /// The choice without a list.
-    DirectRoute in "common/routing.cuh" {
+    pub(super) DirectRoute in "common/routing.cuh" {
         logits: u64,
         table: u64,
         ids: u64,
@@ -122,7 +98,7 @@ structs! {
         pad: i32,
     }
     /// Either half of the experts.
-    ExpertsArgs in "common/routing.cuh" {
+    pub(super) ExpertsArgs in "common/routing.cuh" {
         out: u64,
         x_q: u64,
         x_scale: u64,
@@ -140,7 +116,7 @@ structs! {
         teams: i32,
     }
     /// Second half with its sum.
-    DownArgs in "moe.cu" {
+    pub(super) DownArgs in "moe.cu" {
         y: u64,
         add: u64,
         h: u64,
@@ -161,14 +137,14 @@ structs! {
         scale: f32,
     }
     /// What a layer's attention has of its own.
-    AttentionLayer in "common/attend.cuh" {
+    pub(super) AttentionLayer in "common/attend.cuh" {
         q_gain: u64,
         k_gain: u64,
         k_pages: u64,
         v_pages: u64,
     }
     /// Attention of one new token a sequence.
-    AttentionArgs in "common/attend.cuh" {
+    pub(super) AttentionArgs in "common/attend.cuh" {
         out: u64,
         q: u64,
         k: u64,
@@ -198,13 +174,13 @@ structs! {
         together: i32,
     }
     /// One matrix of a layer.
-    StepMatrix in "step.cu" {
+    pub(super) StepMatrix in "step.cu" {
         packed: u64,
         scale: u64,
         bias: u64,
     }
     /// A layer of the kernel that runs all of them.
-    StepLayer in "step.cu" {
+    pub(super) StepLayer in "step.cu" {
         q: StepMatrix,
         k: StepMatrix,
         v: StepMatrix,
@@ -216,7 +192,7 @@ structs! {
         table: u64,
     }
     /// All layers for one token.
-    StepArgs in "step.cu" {
+    pub(super) StepArgs in "step.cu" {
         x: u64,
         layers: u64,
         x_box: u64,
@@ -239,7 +215,7 @@ structs! {
         rule: RouteRule,
     }
     /// Keys and values of new tokens, and their queries made ready.
-    AppendArgs in "attention.cu" {
+    pub(super) AppendArgs in "attention.cu" {
         q: u64,
         k: u64,
         v: u64,
@@ -265,7 +241,7 @@ structs! {
         interleaved: i32,
     }
     /// Attention of runs of new tokens.
-    PrefillArgs in "attention.cu" {
+    pub(super) PrefillArgs in "attention.cu" {
         out: u64,
         q: u64,
         k_pages: u64,
@@ -283,7 +259,7 @@ structs! {
         scale: f32,
     }
     /// Experts that are not in device memory.
-    FetchArgs in "tiers.cu" {
+    pub(super) FetchArgs in "tiers.cu" {
         ids: u64,
         list: u64,
         ready: u64,
@@ -315,7 +291,7 @@ structs! {
         ns_per_byte: f32,
     }
     /// What is brought for the layer behind.
-    BringArgs in "tiers.cu" {
+    pub(super) BringArgs in "tiers.cu" {
         at: TierSlots,
         set: u64,
         arrived: u64,
@@ -324,7 +300,7 @@ structs! {
         ns_per_byte: f32,
     }
     /// Slots of a layer.
-    TierSlots in "tiers.cu" {
+    pub(super) TierSlots in "tiers.cu" {
         owner: u64,
         score: u64,
         visited: u64,
@@ -340,7 +316,7 @@ structs! {
         late_end: i32,
     }
     /// Copies in host memory that came or went.
-    PlaceArgs in "tiers.cu" {
+    pub(super) PlaceArgs in "tiers.cu" {
         moves: u64,
         host: u64,
         table: u64,
@@ -350,7 +326,7 @@ structs! {
         num_moves: i32,
     }
     /// A wave of experts through the ring.
-    WaveArgs in "tiers.cu" {
+    pub(super) WaveArgs in "tiers.cu" {
         list: u64,
         num_slots: u64,
         wave: u64,
@@ -365,7 +341,7 @@ structs! {
         run_bytes: i32,
     }
     /// Queries in latent space, and the new row of the cache.
-    LatentQueryArgs in "latent.cu" {
+    pub(super) LatentQueryArgs in "latent.cu" {
         query: u64,
         q: u64,
         latent: u64,
@@ -388,7 +364,7 @@ structs! {
         eps: f32,
     }
     /// Attention on latents.
-    LatentAttentionArgs in "latent.cu" {
+    pub(super) LatentAttentionArgs in "latent.cu" {
         partial: u64,
         query: u64,
         pages: u64,
@@ -400,7 +376,7 @@ structs! {
         scale: f32,
     }
     /// From mixed latents to values.
-    LatentValueArgs in "latent.cu" {
+    pub(super) LatentValueArgs in "latent.cu" {
         out: u64,
         partial: u64,
         positions: u64,
@@ -414,7 +390,7 @@ structs! {
         rows: i32,
     }
     /// Planes of rows.
-    PlanesArgs in "rows.cu" {
+    pub(super) PlanesArgs in "rows.cu" {
         q: u64,
         scale: u64,
         x: u64,
@@ -427,7 +403,7 @@ structs! {
         eps: f32,
     }
     /// The sum over ranks.
-    CombineArgs in "rows.cu" {
+    pub(super) CombineArgs in "rows.cu" {
         y: u64,
         add: u64,
         pairs: u64,
@@ -437,7 +413,7 @@ structs! {
         scale: f32,
     }
     /// Gated sum.
-    AddGatedArgs in "rows.cu" {
+    pub(super) AddGatedArgs in "rows.cu" {
         acc: u64,
         add: u64,
         gate: u64,
@@ -445,7 +421,7 @@ structs! {
         scale: f32,
     }
     /// How one row is sampled.
-    SampleRow in "sample.cu" {
+    pub(super) SampleRow in "sample.cu" {
         state: u64,
         least: u64,
         scale: f32,
@@ -455,13 +431,13 @@ structs! {
         reserved: u64,
     }
     /// Choices on their way to the host.
-    Sent in "common/base.cuh" {
+    pub(super) Sent in "common/base.cuh" {
         words: u64,
         steps: i32,
         each: i32,
     }
     /// Logits to tokens.
-    SampleArgs in "sample.cu" {
+    pub(super) SampleArgs in "sample.cu" {
         tokens: u64,
         faults: u64,
         logits: u64,
@@ -478,7 +454,7 @@ structs! {
         v: i32,
     }
     /// Greedy choice.
-    ArgmaxArgs in "rows.cu" {
+    pub(super) ArgmaxArgs in "rows.cu" {
         tokens: u64,
         sent: Sent,
         logits: u64,
@@ -614,37 +590,8 @@ fn names(program: &Source) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::module::tests::are_declared;
     use super::*;
-
-    /// Fields of a struct in a source, with their types as the launchers spell them.
-    fn declared(source: &str, name: &str) -> Vec<(String, String)> {
-        let start = source.find(&format!("struct {name} {{")).unwrap_or_else(|| panic!("`{name}` is not in the source"));
-        let body = source[start..].split_once('{').unwrap().1.split_once("};").unwrap().0;
-        let code: String = body.lines().map(|l| l.split("//").next().unwrap()).collect();
-        let mut fields = Vec::new();
-        for declaration in code.split(';').map(str::trim).filter(|d| !d.is_empty()) {
-            let (ty, list) = declaration.strip_prefix("const ").unwrap_or(declaration).split_once(' ').unwrap();
-            for field in list.split(',').map(str::trim) {
-                let pointer = ty.contains('*') || field.starts_with('*');
-                let field = field.trim_start_matches('*');
-                let spelt = match (pointer, ty) {
-                    (true, _) | (_, "u64") => "u64",
-                    (_, "int") => "i32",
-                    (_, "float") => "f32",
-                    (_, "LinearMatrix") => "[LinearMatrix; 3]",
-                    (
-                        _,
-                        "RouteRule" | "DirectRoute" | "Arrivals" | "TierSlots" | "AttentionLayer" | "AttentionArgs"
-                        | "StepMatrix" | "Sent",
-                    ) => ty,
-                    (_, "LatentMatrix") => "Matrix",
-                    other => panic!("`{name}` has a field of type {other:?}"),
-                };
-                fields.push((field.trim_end_matches("[3]").to_lowercase(), spelt.to_string()));
-            }
-        }
-        fields
-    }
 
     /// A list of experts with entries of another size would be written past its end.
     #[test]
@@ -664,9 +611,6 @@ mod tests {
     /// A struct that differs from the kernel's would hand it wrong addresses; fails on any field missing, swapped or retyped.
     #[test]
     fn structs_are_those_of_the_kernels() {
-        for (name, source, fields) in STRUCTS {
-            let ours: Vec<_> = fields.iter().map(|(f, t)| (f.to_string(), t.to_string())).collect();
-            assert_eq!(declared(source, name), ours, "{name}");
-        }
+        are_declared(STRUCTS);
     }
 }

@@ -470,9 +470,39 @@ macro_rules! kernels {
 }
 pub(super) use kernels;
 
+/// Structs that kernels take by value or find in memory, laid out as the sources lay them out. Names and order of fields are compared with the
+/// sources by tests.
+macro_rules! structs {
+    ($($(#[$meta:meta])* $vis:vis $name:ident in $file:literal { $($(#[$doc:meta])* $field:ident: $ty:ty,)* })*) => {
+        $(
+            $(#[$meta])*
+            #[derive(Clone, Copy)]
+            #[repr(C)]
+            $vis struct $name { $($(#[$doc])* pub $field: $ty,)* }
+
+            impl $name {
+                /// All zero, which is null, no and none.
+                #[allow(dead_code, reason = "small structs are written out in full")]
+                pub const ZERO: $name = {
+                    // SAFETY: integers, floats and numbered kinds only, for which zero is a value.
+                    unsafe { std::mem::zeroed() }
+                };
+            }
+        )*
+
+        #[cfg(test)]
+        const STRUCTS: &[$crate::engine::cuda::module::tests::Struct] =
+            &[$((stringify!($name), include_str!(concat!("../../../kernels/", $file)), &[$((stringify!($field), stringify!($ty))),*])),*];
+    };
+}
+pub(super) use structs;
+
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+
+    /// Name of a struct, its source, and its fields with their types.
+    pub type Struct = (&'static str, &'static str, &'static [(&'static str, &'static str)]);
 
     /// Types of a kernel's parameters as the launchers spell them.
     pub fn parameters(source: &str, kernel: &str) -> Vec<String> {
@@ -485,6 +515,45 @@ pub(super) mod tests {
             p => p.split(' ').take(1).collect(),
         };
         list.split(',').map(|p| spelt(p.trim())).collect()
+    }
+
+    /// Fields of a struct in a source, with their types as the launchers spell them.
+    fn declared(source: &str, name: &str) -> Vec<(String, String)> {
+        let start = source.find(&format!("struct {name} {{")).unwrap_or_else(|| panic!("`{name}` is not in the source"));
+        let body = source[start..].split_once('{').unwrap().1.split_once("};").unwrap().0;
+        let code: String = body.lines().map(|l| l.split("//").next().unwrap()).collect();
+        let mut fields = Vec::new();
+        for declaration in code.split(';').map(str::trim).filter(|d| !d.is_empty()) {
+            let (ty, list) = declaration.strip_prefix("const ").unwrap_or(declaration).split_once(' ').unwrap();
+            for field in list.split(',').map(str::trim) {
+                let pointer = ty.contains('*') || field.starts_with('*');
+                let field = field.trim_start_matches('*');
+                let spelt = match (pointer, ty) {
+                    (true, _) | (_, "u64") => "u64",
+                    (_, "int") => "i32",
+                    (_, "float") => "f32",
+                    (_, "LinearMatrix") => "[LinearMatrix; 3]",
+                    (
+                        _,
+                        "RouteRule" | "DirectRoute" | "Arrivals" | "TierSlots" | "AttentionLayer" | "AttentionArgs"
+                        | "StepMatrix" | "Sent",
+                    ) => ty,
+                    (_, "LatentMatrix") => "Matrix",
+                    other => panic!("`{name}` has a field of type {other:?}"),
+                };
+                fields.push((field.trim_end_matches("[3]").to_lowercase(), spelt.to_string()));
+            }
+        }
+        fields
+    }
+
+    /// Compares structs with their sources, field by field; fails on any missing, swapped or retyped, which would hand a kernel wrong addresses.
+    pub fn are_declared(structs: &[Struct]) {
+        for (name, source, fields) in structs {
+            let spelt = |t: &str| if t == "Kind" { "i32".to_string() } else { t.to_string() };
+            let ours: Vec<_> = fields.iter().map(|(f, t)| (f.to_string(), spelt(t))).collect();
+            assert_eq!(declared(source, name), ours, "{name}");
+        }
     }
 
     /// Fails if any part of what is compiled is left out of the name.

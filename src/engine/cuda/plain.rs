@@ -1,6 +1,6 @@
 //! Launchers of `kernels/plain.cu`, and the structures they take by value.
 
-use super::module::kernels;
+use super::module::{kernels, structs};
 
 /// How elements of a weight are stored; `Kind` in `plain.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,59 +18,54 @@ pub enum Kind {
     Int8 = 4,
 }
 
-/// A weight on the device; `Matrix` in `plain.cu`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub struct Matrix {
-    /// Address of the floats or words; 0: absent.
-    pub data: u64,
-    /// Address of the scales; 0: none.
-    pub scales: u64,
-    /// Rows.
-    pub rows: i32,
-    /// Columns.
-    pub cols: i32,
-    /// Columns a scale covers.
-    pub group: i32,
-    /// Stored elements.
-    pub kind: Kind,
-    /// Stored scales.
-    pub scale_kind: Kind,
-    /// Where the zero points begin, in units of 16 bytes from `data`; 0: the middle code is zero.
-    pub zeros: i32,
+structs! {
+    /// A weight on the device.
+    #[derive(Debug, PartialEq, Eq)]
+    pub Matrix in "plain.cu" {
+        /// Address of the floats or words; 0: absent.
+        data: u64,
+        /// Address of the scales; 0: none.
+        scales: u64,
+        /// Rows.
+        rows: i32,
+        /// Columns.
+        cols: i32,
+        /// Columns a scale covers.
+        group: i32,
+        /// Stored elements.
+        kind: Kind,
+        /// Stored scales.
+        scale_kind: Kind,
+        /// Where the zero points begin, in units of 16 bytes from `data`; 0: the middle code is zero.
+        zeros: i32,
+    }
+    /// Where the tokens of a batch keep their keys and values.
+    pub(super) Pages in "plain.cu" {
+        position: u64,
+        row: u64,
+        table: u64,
+        stride: i32,
+        kind: Kind,
+        turned: i32,
+    }
+    /// A router's rule.
+    pub(super) Router in "plain.cu" {
+        experts: i32,
+        top_k: i32,
+        softmax_of_chosen: i32,
+        select: i32,
+        groups: i32,
+        keep: i32,
+        renorm: i32,
+        jitter: f32,
+        scale: f32,
+    }
 }
 
 impl Matrix {
     /// No weight.
     pub const NONE: Matrix =
         Matrix { data: 0, scales: 0, rows: 0, cols: 0, group: 1, kind: Kind::F32, scale_kind: Kind::F32, zeros: 0 };
-}
-
-/// Where the tokens of a batch keep their keys and values; `Pages` in `plain.cu`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(super) struct Pages {
-    pub position: u64,
-    pub row: u64,
-    pub table: u64,
-    pub stride: i32,
-    pub kind: Kind,
-    pub turned: i32,
-}
-
-/// `Router` in `plain.cu`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(super) struct Router {
-    pub experts: i32,
-    pub top_k: i32,
-    pub softmax_of_chosen: i32,
-    pub select: i32,
-    pub groups: i32,
-    pub keep: i32,
-    pub renorm: i32,
-    pub jitter: f32,
-    pub scale: f32,
 }
 
 kernels! {
@@ -102,7 +97,7 @@ kernels! {
 
 #[cfg(test)]
 mod tests {
-    use super::super::module::tests::parameters;
+    use super::super::module::tests::{are_declared, parameters};
     use super::*;
 
     /// A launcher whose parameters differ from the kernel's would corrupt memory; fails on any missing or swapped type.
@@ -113,6 +108,6 @@ mod tests {
             assert_eq!(parameters(source, kernel), *types, "{kernel}");
         }
         assert_eq!(source.matches("extern \"C\" __global__").count(), Plain::SIGNATURES.len());
-        assert_eq!((size_of::<Matrix>(), size_of::<Pages>(), size_of::<Router>()), (40, 40, 36));
+        are_declared(STRUCTS);
     }
 }
