@@ -18,9 +18,10 @@
 // Floors, 16 heads, Rkv 512: query and value read H Dn Rkv elements of U each (2 MB in bf16: 0.5 us); attention 1152 bytes a position
 // (1.2 MB at 1k: 0.3 us), 4 H 544 operations a byte pair, far from the tensor cores' rate. Reference: src/engine/cpu/attend.rs.
 #include "common/mma.cuh"
+#include "common/pages.cuh"
 #include "common/reduce.cuh"
 
-static const int PAGE = 16, TILE = 32, QUERY_TOK = 8, VALUE_TOK = 4, MOST_NOPE = 128, MOST_SPLITS = 64;
+static const int TILE = 32, QUERY_TOK = 8, VALUE_TOK = 4, MOST_NOPE = 128, MOST_SPLITS = 64;
 
 enum Kind { F32 = 0, BF16 = 1, F16 = 2, INT4 = 3, INT8 = 4 };
 // A weight as it lies on disk: plain floats row-major, or packed codes with a scale every `group` columns of a row and no zero points.

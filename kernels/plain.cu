@@ -3,7 +3,9 @@
 //
 // Activations are f32, rows of `*_stride` elements. Weights are read in the format they are stored in. One warp an output
 // element, lanes along the summed dimension, f32 accumulation, so that results differ from the CPU twin by rounding alone.
-// Includes no CUDA header: NVRTC and a driver are all that is needed.
+// Includes no CUDA header: NVRTC and a driver are all that is needed. Of the fast kernels it knows where keys and values are.
+
+#include "common/pages.cuh"
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -26,10 +28,9 @@ struct Pages {
   const int* table;     // [rows, stride]
   int stride;
   int kind;    // element type of the cache: F32 or BF16
-  int turned;  // rows of whole 64 elements are in eights whose order goes by the row, as piece_at in common/attend.cuh says
+  int turned;  // elements of a row are where element_at says, else in their order
 };
 
-constexpr int PAGE = 16;     // tokens a page; a page is [heads][PAGE][dim]
 constexpr int TOKENS = 8;    // tokens a warp carries through one weight row
 constexpr u32 ALL = 0xffffffffu;
 #define MINUS_INFINITY __int_as_float(0xff800000)
@@ -220,15 +221,11 @@ extern "C" __global__ void plain_rope(float* buf, int row_stride, int stride, in
 }
 
 __device__ __forceinline__ size_t cache_at(const Pages& pages, int row, int position, int heads, int head, int dim) {
-  size_t page = pages.table[(size_t)row * pages.stride + position / PAGE];
-  return ((page * heads + head) * PAGE + position % PAGE) * dim;
+  return page_at(dim, heads, pages.table[(size_t)row * pages.stride + position / PAGE], head) + position % PAGE * dim;
 }
 
 // Where element i of a row is.
-__device__ __forceinline__ int element_at(const Pages& pages, int position, int dim, int i) {
-  int row = position % PAGE;
-  return pages.turned && dim % 64 == 0 ? i ^ ((row & 1) << 2 | (row >> 1 & 3)) << 3 : i;
-}
+__device__ __forceinline__ int place_of(const Pages& pages, int position, int dim, int i) { return pages.turned ? element_at(dim, position % PAGE, i) : i; }
 
 // Stores one row a token in its page. Grid (heads, T), block 64.
 extern "C" __global__ void plain_append(void* cache, const float* src, int src_stride, Pages pages, int dim) {
@@ -236,7 +233,7 @@ extern "C" __global__ void plain_append(void* cache, const float* src, int src_s
   size_t at = cache_at(pages, pages.row[t], pages.position[t], gridDim.x, head, dim);
   for (int i = threadIdx.x; i < dim; i += blockDim.x) {
     float x = src[(size_t)t * src_stride + head * dim + i];
-    size_t to = at + element_at(pages, pages.position[t], dim, i);
+    size_t to = at + place_of(pages, pages.position[t], dim, i);
     if (pages.kind == F32) ((float*)cache)[to] = x;
     else ((u16*)cache)[to] = f32_to_bf16(x);
   }
@@ -259,13 +256,13 @@ __device__ __forceinline__ void attend(float* dst, const float* q, const void* k
     float score = 0;
 #pragma unroll
     for (int i = 0; i < KN; i++)
-      if (i * 32 + lane < k_dim) score += query[i] * load_float(keys, k_at + element_at(pages, p, k_dim, i * 32 + lane), pages.kind);
+      if (i * 32 + lane < k_dim) score += query[i] * load_float(keys, k_at + place_of(pages, p, k_dim, i * 32 + lane), pages.kind);
     score = warp_sum(score);
     float next = fmaxf(m, score), keep = expf(m - next), e = expf(score - next);
     l = l * keep + e;
     m = next;
 #pragma unroll
-    for (int i = 0; i < VN; i++) acc[i] = acc[i] * keep + (i * 32 + lane < v_dim ? e * load_float(values, v_at + element_at(pages, p, v_row, i * 32 + lane), pages.kind) : 0.0f);
+    for (int i = 0; i < VN; i++) acc[i] = acc[i] * keep + (i * 32 + lane < v_dim ? e * load_float(values, v_at + place_of(pages, p, v_row, i * 32 + lane), pages.kind) : 0.0f);
   }
   if (lane == 0) peak[warp] = m, mass[warp] = l;
 #pragma unroll

@@ -560,7 +560,7 @@ struct Step {
   };
   DEV void ask_first_page(const AttentionLayer& y) {
     if (sh.split < 0 || sh.run.page_begin + warp >= sh.run.page_end || lane != 0) return;
-    const size_t at = ((size_t)sh.entry[warp] * a.attention.Hk + sh.kv) * PAGE * DH;
+    const size_t at = page_at(DH, a.attention.Hk, sh.entry[warp], sh.kv);
     char* to = unit() + warp * PAGE_BYTES;
     stream_fence_shared();
     stream_expect_one(sh.first_page + warp, PAGE_BYTES);
@@ -904,7 +904,7 @@ struct Step {
     for (int first = begin; first < end; first += TILE_PAGES) {
       const int next = entry_of(first + TILE_PAGES);
       char* to = front.open(min_int(TILE_PAGES, end - first) * PAGE_BYTES) + lane * (PAGE_BYTES / 2);
-      stream_copies(front.newest(), to, (lane & 1 ? y.cache.v_pages : y.cache.k_pages) + ((size_t)entry * a.attention.Hk + sh.kv) * PAGE * DH, entry < 0 ? 0 : PAGE_BYTES / 2);
+      stream_copies(front.newest(), to, (lane & 1 ? y.cache.v_pages : y.cache.k_pages) + page_at(DH, a.attention.Hk, entry, sh.kv), entry < 0 ? 0 : PAGE_BYTES / 2);
       front.next++;
       entry = next;
     }

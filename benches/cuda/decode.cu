@@ -628,8 +628,6 @@ static void run_attention(const AttentionArgs& a, int Dh, int T) {
   const bool wide = a.H / a.Hk > 8;
   launch(table[Dh / 32 - 1][wide], dim3(a.max_splits, a.Hk, T), 256, attention_shared(Dh, wide ? 16 : 8), a);
 }
-// Where element i of row r of a page is, as element_at says.
-static int host_element(int Dh, int r, int i) { return Dh % 64 ? i : i ^ ((r & 1) << 2 | (r >> 1 & 3)) << 3; }
 static void check_attention() {
   struct Case { int Dh, H, Hk, norm, interleaved, window, rope; float clip; };
   const Case cases[] = {{128, 32, 4, 1, 0, 0, 128, INFINITY}, {64, 8, 8, 2, 0, 0, 64, 1.5f}, {32, 16, 1, 0, 1, 40, 16, INFINITY}, {96, 6, 2, 0, 0, 0, 96, INFINITY}, {128, 8, 2, 0, 0, 20, 128, INFINITY}};
@@ -676,7 +674,7 @@ static void check_attention() {
       prepare(rq, hqg, H, pos), prepare(rk, hkg, Hk, pos);
       for (int h = 0; h < H; h++) {
         const int kv = h / (H / Hk), begin = c.window ? std::max(0, pos + 1 - c.window) : 0;
-        auto at = [&](const std::vector<bf16>& p, int s, int d) { return (double)host_f32(p[(((size_t)table[t * max_pages + s / 16] * Hk + kv) * 16 + s % 16) * Dh + host_element(Dh, s % 16, d)]); };
+        auto at = [&](const std::vector<bf16>& p, int s, int d) { return (double)host_f32(p[(((size_t)table[t * max_pages + s / 16] * Hk + kv) * 16 + s % 16) * Dh + element_at(Dh, s % 16, d)]); };
         for (int d = 0; d < Dh; d++) bad += fabs(at(hkp, pos, d) - rk[kv * Dh + d]) > 0.01 * fabs(rk[kv * Dh + d]) + 1e-4;
         std::vector<double> s;
         double m = -1e30, sum = 0;
@@ -692,7 +690,7 @@ static void check_attention() {
           want[(t * H + h) * Dh + d] = o;
         }
       }
-      for (int i = 0; i < Hk * Dh; i++) bad += fabs(host_f32(hvp[(((size_t)table[t * max_pages + pos / 16] * Hk + i / Dh) * 16 + pos % 16) * Dh + host_element(Dh, pos % 16, i % Dh)]) - std::min(std::max(hv[t * Hk * Dh + i], -c.clip), c.clip)) > 0.01;
+      for (int i = 0; i < Hk * Dh; i++) bad += fabs(host_f32(hvp[(((size_t)table[t * max_pages + pos / 16] * Hk + i / Dh) * 16 + pos % 16) * Dh + element_at(Dh, pos % 16, i % Dh)]) - std::min(std::max(hv[t * Hk * Dh + i], -c.clip), c.clip)) > 0.01;
     }
     char name[96];
     snprintf(name, 96, "attention Dh %d H %d Hk %d norm %d window %d", Dh, H, Hk, c.norm, c.window);

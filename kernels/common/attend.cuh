@@ -1,10 +1,10 @@
 // Attention of one new token over pages: what the kernel for many sequences and the one for whole layers have in common.
 #pragma once
 #include "mma.cuh"
+#include "pages.cuh"
 #include "reduce.cuh"
 #include "stream.cuh"
 
-static const int PAGE = 16;  // tokens
 static const int WARPS = 8;  // that take pages in turn
 static const int LAST_SPLITS = 8;  // that one block merges as soon as several would
 
@@ -87,16 +87,6 @@ struct AttendShared {
   static const int Q_AT = V_BYTES > MERGE_BYTES ? V_BYTES : MERGE_BYTES, ROWS_AT = Q_AT + 18 * ROW * 2, BYTES = ROWS_AT + WARPS * DH * 4;
 };
 
-// Rows of a page are pieces of 16 bytes, and where a row is whole lines the order of each eight is one of eight, by the row: a piece of eight rows, or four
-// pieces of two, lie in all banks when a page is in shared memory as it is in the cache. The place of piece c, and of element i, of row r.
-template <int DH>
-DEV int piece_at(int r, int c) {
-  return DH % 64 ? c : c ^ ((r & 1) << 2 | (r >> 1 & 3));
-}
-template <int DH>
-DEV int element_at(int r, int i) {
-  return piece_at<DH>(r, i >> 3) * 8 + (i & 7);
-}
 // The keys or values of a page and head, [16][DH], asked for by a warp: pieces in their order, rows DH + 8 apart.
 template <int DH>
 DEV void ask_rows(bf16* to_sh, const bf16* from) {
@@ -225,7 +215,7 @@ DEV void attend_run(const AttentionArgs& a, const AttentionLayer& y, char* unit_
   int page = run.page_begin + warp, buffer = 0;
   // asks for a page by its entry in the table: values into shared memory, keys into registers
   auto request = [&](int entry, int to) {
-    const size_t at = ((size_t)entry * a.Hk + kv) * PAGE * DH;
+    const size_t at = page_at(DH, a.Hk, entry, kv);
     ask_rows<DH>(v_sh + to * 16 * ROW, y.v_pages + at);
     copy_async_commit();
 #pragma unroll

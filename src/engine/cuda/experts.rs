@@ -38,9 +38,10 @@ impl Engine {
         }
         let (limits, width) = (self.limits(), self.spec.width);
         let (experts, top_k) = (router.experts, router.top_k);
+        let shape = launch::ExpertShape { d: width, f, experts, top_k, first: g, second: d };
         let fits = |t: &usize| {
-            launch::down_pairs(d, width, f, 1, *t, None, limits).is_some()
-                && launch::gate_up(g, width, f, 1, *t, None, limits).is_some()
+            launch::down_pairs(&shape, *t, false, limits).is_some()
+                && launch::gate_up(&shape, *t, false, limits).is_some()
                 && launch::router_rows(experts, top_k, false, *t, limits).is_some()
                 && launch::router_logits(experts, width, *t, false, limits).is_some()
         };
@@ -104,7 +105,6 @@ impl Engine {
         let [gate, _, down] = self.store.expert(layer);
         let (Some(g), Some(d)) = (width(&gate), width(&down)) else { return Ok(()) };
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
-        let slots = (num_tok * top_k).min(router.experts);
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
         let tiers = self.store.tiers().filter(|t| t.lacks(layer));
         let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode));
@@ -116,10 +116,10 @@ impl Engine {
         if let Some(behind) = &behind {
             self.guess(behind, lead, x, num_tok)?;
         }
-        let chooses = (direct.logits != 0).then_some(router.experts);
-        let first = launch::gate_up(g, width, f, slots, num_tok, chooses, limits);
-        let second = launch::down_pairs(d, width, f, slots, num_tok, chooses, limits);
-        let whole = launch::down(d, width, f, top_k, num_tok, chooses, limits);
+        let chooses = direct.logits != 0;
+        let first = launch::gate_up(&shape, num_tok, chooses, limits);
+        let second = launch::down_pairs(&shape, num_tok, chooses, limits);
+        let whole = launch::down(&shape, num_tok, chooses, limits);
         let (Some(first), Some(second)) = (first, second) else { return Ok(()) };
         let beside =
             fetches.is_some() && self.fast.overlaps() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");

@@ -445,9 +445,9 @@ pub(super) mod tests {
                 for (d, f, experts, top_k) in [(2048, 768, 128, 8), (4096, 14336, 8, 2), (2048, 1408, 60, 4)] {
                     for width in [w(8, 128), w(4, 32), w(16, 1)] {
                         assert!(linear(width, d, &[d, 512], t, false, limits).is_some(), "linear {width:?} {d} {t}");
-                        let slots = (t * top_k).min(experts);
-                        assert!(gate_up(width, d, f, slots, t, None, limits).is_some(), "gate_up {width:?} {d} {t}");
-                        assert!(down_pairs(width, d, f, slots, t, None, limits).is_some(), "down_pairs {width:?} {d} {t}");
+                        let shape = ExpertShape { d, f, experts, top_k, first: width, second: width };
+                        assert!(gate_up(&shape, t, false, limits).is_some(), "gate_up {width:?} {d} {t}");
+                        assert!(down_pairs(&shape, t, false, limits).is_some(), "down_pairs {width:?} {d} {t}");
                     }
                     assert!(routes_rows(t) || router_logits(experts, d, t, true, limits).is_some(), "router {d} {t}");
                     assert!(router_rows(experts, top_k, false, t, limits).is_some(), "router_rows {d} {t}");

@@ -94,6 +94,7 @@ pub const HEADERS: &[Source] = &[
     source!("common/linear.cuh"),
     source!("common/matrix.cuh"),
     source!("common/mma.cuh"),
+    source!("common/pages.cuh"),
     source!("common/planes.cuh"),
     source!("common/reduce.cuh"),
     source!("common/routing.cuh"),

@@ -70,7 +70,7 @@ impl Limits {
 mod tests {
     use super::super::experts::STREAM_STATIC;
     use super::super::tests::{H200, RTX_3090};
-    use super::super::{Width, gate_up};
+    use super::super::{ExpertShape, Width, gate_up};
     use super::*;
 
     /// Copies fit on cards with much and with little shared memory and many and few multiprocessors, beside the largest layers, and leave
@@ -96,15 +96,16 @@ mod tests {
     #[test]
     fn products_find_room_beside_copies() {
         let int4 = Width { bits: 4, group: 128 };
+        let shape = |d, f, top_k| ExpertShape { d, f, experts: 128, top_k, first: int4, second: int4 };
         let limits = H200.beside_fetches(true);
         for (d, f, top_k, stages) in [(2048, 768, 8, 4), (4096, 14336, 2, 2), (2048, 1408, 6, 4)] {
-            let l = gate_up(int4, d, f, top_k, 1, None, limits).unwrap();
+            let l = gate_up(&shape(d, f, top_k), 1, false, limits).unwrap();
             let block = l.grid.shared_bytes as usize + STREAM_STATIC + BLOCK_RESERVED;
             let other = bring(H200).grid.shared_bytes as usize + COPY_STATIC + BLOCK_RESERVED;
             assert!(block + other <= H200.sm_shared_bytes, "{l:?}");
             assert_eq!(l.stages, stages, "{l:?}");
         }
         let alone = Limits { beside_bytes: 0, ..limits };
-        assert_eq!(gate_up(int4, 2048, 1408, 6, 1, None, alone).unwrap().stages, 5);
+        assert_eq!(gate_up(&shape(2048, 1408, 6), 1, false, alone).unwrap().stages, 5);
     }
 }

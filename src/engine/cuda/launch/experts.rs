@@ -33,16 +33,25 @@ pub struct ExpertShape {
     pub second: Width,
 }
 
+impl ExpertShape {
+    /// Most experts that so many tokens choose.
+    fn slots(&self, num_tok: usize) -> usize {
+        (num_tok * self.top_k).min(self.experts)
+    }
+
+    /// Bytes of the addresses of all experts, which a block keeps that chooses for itself.
+    fn table_bytes(&self, direct: bool) -> usize {
+        if direct { 8 * EXPERT_POINTERS * self.experts } else { 0 }
+    }
+}
+
 /// Whether the experts' kernels find the choice themselves instead of reading a list; for the plain highest only. Those that stream do, and rows
 /// may be too long for them.
 pub fn routes_directly(shape: &ExpertShape, num_tok: usize, limits: Limits) -> bool {
-    let &ExpertShape { d, f, experts, top_k, first, second } = shape;
-    let few = num_tok <= DIRECT_TOK && num_tok * top_k <= DIRECT_PAIRS && experts <= DIRECT_EXPERTS;
-    let (slots, direct) = ((num_tok * top_k).min(experts), Some(experts));
+    let few = num_tok <= DIRECT_TOK && num_tok * shape.top_k <= DIRECT_PAIRS && shape.experts <= DIRECT_EXPERTS;
     let streams = |half: Option<ExpertsLaunch>| half.is_some_and(|l| l.variant == "s4");
-    few && streams(gate_up(first, d, f, slots, num_tok, direct, limits))
-        && (down(second, d, f, top_k, num_tok, direct, limits).is_some()
-            || streams(down_pairs(second, d, f, slots, num_tok, direct, limits)))
+    few && streams(gate_up(shape, num_tok, true, limits))
+        && (down(shape, num_tok, true, limits).is_some() || streams(down_pairs(shape, num_tok, true, limits)))
 }
 
 /// How a half of the experts is launched.
@@ -62,6 +71,7 @@ pub struct ExpertsLaunch {
 
 /// What differs between the halves of the experts.
 struct Half {
+    width: Width,
     /// Inner dimension, output rows, and matrices that a block reads side by side.
     inner: usize,
     rows: usize,
@@ -69,41 +79,18 @@ struct Half {
     /// Rows of a tile of the streaming kernel, and its warps along k.
     tile_rows: usize,
     k_warps: usize,
-    /// Bytes of the addresses that a block which chooses for itself keeps.
-    table_bytes: usize,
 }
 
-/// Bytes of the addresses of all experts, where blocks choose for themselves.
-fn table_bytes(direct: Option<usize>) -> usize {
-    8 * EXPERT_POINTERS * direct.unwrap_or(0)
-}
-
-/// The first half of the experts; `direct`: how many there are, where blocks choose for themselves.
-pub fn gate_up(
-    width: Width,
-    d: usize,
-    f: usize,
-    slots: usize,
-    num_tok: usize,
-    direct: Option<usize>,
-    limits: Limits,
-) -> Option<ExpertsLaunch> {
-    let half = Half { inner: d, rows: f, matrices: 2, tile_rows: 32, k_warps: 4, table_bytes: table_bytes(direct) };
-    experts(width, &half, slots, num_tok, limits)
+/// The first half of the experts; `direct`: blocks choose for themselves.
+pub fn gate_up(shape: &ExpertShape, num_tok: usize, direct: bool, limits: Limits) -> Option<ExpertsLaunch> {
+    let half = Half { width: shape.first, inner: shape.d, rows: shape.f, matrices: 2, tile_rows: 32, k_warps: 4 };
+    experts(shape, &half, num_tok, direct, limits)
 }
 
 /// The second half of the experts for pairs of tokens and experts, to be summed.
-pub fn down_pairs(
-    width: Width,
-    d: usize,
-    f: usize,
-    slots: usize,
-    num_tok: usize,
-    direct: Option<usize>,
-    limits: Limits,
-) -> Option<ExpertsLaunch> {
-    let half = Half { inner: f, rows: d, matrices: 1, tile_rows: 64, k_warps: 1, table_bytes: table_bytes(direct) };
-    experts(width, &half, slots, num_tok, limits)
+pub fn down_pairs(shape: &ExpertShape, num_tok: usize, direct: bool, limits: Limits) -> Option<ExpertsLaunch> {
+    let half = Half { width: shape.second, inner: shape.f, rows: shape.d, matrices: 1, tile_rows: 64, k_warps: 1 };
+    experts(shape, &half, num_tok, direct, limits)
 }
 
 /// Whether the experts of so many tokens are products by warpgroups.
@@ -111,7 +98,8 @@ pub fn wide_experts(num_tok: usize, limits: Limits) -> bool {
     limits.warpgroups && num_tok > STREAMED_TOK
 }
 
-fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+fn experts(shape: &ExpertShape, half: &Half, num_tok: usize, direct: bool, limits: Limits) -> Option<ExpertsLaunch> {
+    let (width, slots) = (half.width, shape.slots(num_tok));
     if wide_experts(num_tok, limits) {
         let (columns, shared) = wide_runs(width, limits).find(|r| r.0 <= num_tok.next_multiple_of(16))?;
         let work = half.rows.div_ceil(WIDE_ROWS / half.matrices) * slots * num_tok.div_ceil(columns);
@@ -119,7 +107,10 @@ fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limi
         let fits = grid.shared_bytes as usize <= limits.block_shared_bytes;
         return fits.then_some(ExpertsLaunch { variant: WIDE, grid, columns, stages: 0, teams: 0 });
     }
-    let streamed = if num_tok <= STREAMED_TOK { streamed_experts(width, half, slots, num_tok, limits) } else { None };
+    let streamed = match num_tok {
+        ..=STREAMED_TOK => streamed_experts(half, slots, shape.table_bytes(direct), num_tok, limits),
+        _ => None,
+    };
     let many = || {
         let tiles = half.rows.div_ceil(128 / half.matrices);
         let most_blocks = if half.matrices == 1 && width.is_widest() { 1 } else { 2 };
@@ -134,11 +125,11 @@ fn experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limi
 }
 
 /// As many stages as fit and are of use, beside another kernel's block if any do, then as many teams; a team meets its own stages again.
-fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
+fn streamed_experts(half: &Half, slots: usize, table_bytes: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
     const COLUMNS: usize = 4;
     const MOST_TEAMS: usize = 3;
     const TEAM_WARPS: usize = 4;
-    let (columns, groups) = (num_tok.clamp(1, COLUMNS), half.inner.div_ceil(GROUP_K));
+    let (width, columns, groups) = (half.width, num_tok.clamp(1, COLUMNS), half.inner.div_ceil(GROUP_K));
     let codes = lines(half.tile_rows * half.inner * width.bits / 8);
     let planes = columns * (groups * width.block() + 4 * plane_scales(half.inner));
     let stage = lines(lines(codes + half.tile_rows * 2 * width.scales(half.inner)) + planes);
@@ -146,7 +137,7 @@ fn streamed_experts(width: Width, half: &Half, slots: usize, num_tok: usize, lim
     let each = tiles.div_ceil(limits.num_sm);
     let sums = if half.k_warps > 1 { 4 * 2 * half.k_warps * COLUMNS * (half.tile_rows + 8) } else { 0 };
     let of = |teams: usize, stages: usize| {
-        let shared = stages * stage + teams * sums + half.table_bytes;
+        let shared = stages * stage + teams * sums + table_bytes;
         let grid = Grid::new([tiles.min(limits.num_sm), 1, 1], 32 * (TEAM_WARPS * teams + 1) as u32).shared(shared);
         let fits = shared + STREAM_STATIC <= limits.block_shared_bytes;
         fits.then_some(ExpertsLaunch { variant: "s4", grid, columns, stages, teams })
@@ -177,18 +168,11 @@ pub struct DownLaunch {
 }
 
 /// The second half of the experts for one token.
-pub fn down(
-    width: Width,
-    d: usize,
-    f: usize,
-    top_k: usize,
-    num_tok: usize,
-    direct: Option<usize>,
-    limits: Limits,
-) -> Option<DownLaunch> {
+pub fn down(shape: &ExpertShape, num_tok: usize, direct: bool, limits: Limits) -> Option<DownLaunch> {
     const WARPS: usize = 8;
     const MOST_SLICE: usize = 2048;
     const MOST_GROUPS: usize = 6;
+    let &ExpertShape { d, f, top_k, second: width, .. } = shape;
     if num_tok > SUMMED_TOK || num_tok * top_k > DIRECT_PAIRS {
         return None;
     }
@@ -205,7 +189,7 @@ pub fn down(
     };
     let stage = lines(lines(16 * (16 * chunk * width.bits).min(row_bytes)) + 32 * width.scales(f));
     let planes = pairs * groups * width.block() + (4 * pairs * groups).next_multiple_of(16);
-    let rest = planes + 2 * 64 * pairs * chunks * split + table_bytes(direct);
+    let rest = planes + 2 * 64 * pairs * chunks * split + shape.table_bytes(direct);
     let tiles = d.div_ceil(16);
     let useful = (pairs * chunks * tiles.div_ceil(limits.num_sm)).next_multiple_of(teams).min(MOST_STAGES);
     let fits = |stages: &usize| stages * stage + rest + STREAM_STATIC <= limits.block_shared_bytes;
@@ -231,16 +215,14 @@ mod tests {
         for limits in [H200, RTX_3090] {
             for width in [Width { bits: 4, group: 128 }, Width { bits: 8, group: 32 }, Width { bits: 16, group: 1 }] {
                 for (d, f, top_k) in [(2048, 768, 8), (4096, 14336, 2), (256, 96, 4), (2048, 1408, 6)] {
+                    let shape = ExpertShape { d, f, experts: 512, top_k, first: width, second: width };
                     for t in [1, 2, 5, 64] {
-                        let halves = [
-                            gate_up(width, d, f, t * top_k, t, None, limits),
-                            down_pairs(width, d, f, t * top_k, t, None, limits),
-                        ];
+                        let halves = [gate_up(&shape, t, false, limits), down_pairs(&shape, t, false, limits)];
                         for l in halves.into_iter().flatten().filter(|l| l.variant == "s4") {
                             assert!(l.stages % l.teams == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                         }
                     }
-                    if let Some(l) = down(width, d, f, top_k, 1, None, limits) {
+                    if let Some(l) = down(&shape, 1, false, limits) {
                         let teams = (l.grid.threads as usize / 32 - 1) / l.warps;
                         assert!(l.stages % teams == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                     }
@@ -268,12 +250,11 @@ mod tests {
                             if !direct {
                                 continue;
                             }
-                            let slots = (t * top_k).min(experts);
                             assert!(t <= DIRECT_TOK && t * top_k <= DIRECT_PAIRS, "{shape:?} {t}");
-                            let half = gate_up(first, d, f, slots, t, Some(experts), limits).unwrap();
+                            let half = gate_up(&shape, t, true, limits).unwrap();
                             assert_eq!(half.variant, "s4", "{shape:?} {t}");
-                            if down(second, d, f, top_k, t, Some(experts), limits).is_none() {
-                                let half = down_pairs(second, d, f, slots, t, Some(experts), limits).unwrap();
+                            if down(&shape, t, true, limits).is_none() {
+                                let half = down_pairs(&shape, t, true, limits).unwrap();
                                 assert_eq!(half.variant, "s4", "{shape:?} {t}");
                             }
                         }

@@ -1,7 +1,7 @@
 //! All layers of one token in one launch.
 
 use super::super::pages::PAGE_TOKENS;
-use super::{EXPERT_POINTERS, GROUP_K, Grid, LINE, Limits, Width, attention, attention_splits, down, lines};
+use super::{EXPERT_POINTERS, ExpertShape, GROUP_K, Grid, LINE, Limits, Width, attention, attention_splits, down, lines};
 
 /// Groups of a row that the kernel takes at a time; `SLICE` in `step.cu`.
 const SLICE: usize = 16;
@@ -44,6 +44,13 @@ pub struct StepShape {
     pub attention: Width,
     /// Of the experts'.
     pub expert: Width,
+}
+
+impl StepShape {
+    fn experts(&self) -> ExpertShape {
+        let &Self { d, f, experts, top_k, expert, .. } = self;
+        ExpertShape { d, f, experts, top_k, first: expert, second: expert }
+    }
 }
 
 /// How all layers of one token are launched.
@@ -99,7 +106,7 @@ pub fn step(shape: &StepShape, limits: Limits) -> Option<StepLaunch> {
         false if d / 16 > limits.num_sm => 32,
         false => 16,
     };
-    let sums = down(shape.expert, d, f, top_k, 1, Some(experts), limits)?;
+    let sums = down(&shape.experts(), 1, true, limits)?;
     let alike = if long {
         // Pairs of groups, none of them in two stages.
         let pairs = sums.chunk.is_multiple_of(2) && sums.chunk.div_ceil(sums.split) == 2;
@@ -188,7 +195,7 @@ mod tests {
                 let shape = StepShape { d, f, top_k, experts, ..base };
                 let l = step(&shape, H200).unwrap_or_else(|| panic!("{shape:?}"));
                 assert!(l.grid.shared_bytes as usize <= H200.block_shared_bytes && l.ring.is_multiple_of(128), "{shape:?}");
-                let sums = down(shape.expert, d, f, top_k, 1, Some(experts), H200).unwrap();
+                let sums = down(&shape.experts(), 1, true, H200).unwrap();
                 let long = f > SLICE * 128;
                 let kept = if long { f / 256 * LONG_ROWS * LONG_TILES } else { top_k * l.split * l.down_rows };
                 assert!(kept <= SUMS && d.is_multiple_of(l.down_rows), "{shape:?} {l:?}");
