@@ -206,9 +206,9 @@ fn run_alone(mut engine: Engine, lens: &[u32]) -> (Found, Engine) {
 
 /// All layers of one token by one kernel, and by those that it replaces, which run where an expert may be missing: exact, at contexts around
 /// pages and at one that more than eight blocks share. Fails if `fold` takes segments of another length, if a block's arrivals are
-/// counted for another layer, if a float is taken for one of the layer before, or if rows in several ways take each other's columns; for
-/// prompts of 2 to 4 tokens, if kernels that read a list are left without one; with blocks slowed down (memcheck), if one without rows of
-/// o asks for keys where a warp still sums.
+/// counted for another layer, if a float is taken for one of the layer before, if rows in several ways take each other's columns, or if a
+/// warp takes another's page; for prompts of 2 to 4 tokens, if kernels that read a list are left without one; with blocks slowed down
+/// (memcheck), if one without rows of o asks for keys where a warp still sums.
 #[test]
 fn all_layers_by_one_kernel_give_the_same_bits() {
     if !has_gpu() {
@@ -271,6 +271,8 @@ fn all_layers_by_one_kernel_give_the_same_bits() {
             ]),
             Format::INT4_G128,
         ),
+        // eight blocks a head: of 1500 tokens each has more pages than warps
+        (of(&[("num_attention_heads", 16), ("num_key_value_heads", 16), ("head_dim", 128)]), Format::INT8_G128),
     ];
     for (spec, attention) in cases {
         let options = Options::default();
