@@ -5,7 +5,7 @@ use super::Status;
 use super::bench::gpu;
 use crate::cli::DoctorArgs;
 use crate::engine::cuda::{Kernels, measure, module};
-use crate::engine::parity::{self, Trial};
+use crate::engine::parity::{self, Row, Trial};
 use crate::report::{Out, bytes, table};
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -59,10 +59,30 @@ pub fn doctor(args: &DoctorArgs, out: Out) -> Result<Status> {
     let mut rows = Vec::new();
     if !args.quick {
         module::set_unfit(&p, &[]);
-        for kernels in [Kernels::Plain, Kernels::Fast] {
-            let mut found = parity::rows(Trial { disturb: 1.0, kernels }, &mut |_| ())?;
+        let both = [Kernels::Plain, Kernels::Fast];
+        let progress = out.count(both.map(parity::parts).iter().sum(), "comparing kernels");
+        for kernels in both {
+            let mut found = parity::rows(Trial { disturb: 1.0, kernels }, &mut |_| progress.advance(1))?;
             found.retain(|r| kernels == Kernels::Plain || !r.step.ends_with("(plain)") && r.step != "embed");
             rows.extend(found);
+        }
+        progress.finish();
+    }
+    let wrong: Vec<&Row> = rows.iter().filter(|r| !r.holds()).collect();
+    let blocks: BTreeSet<String> = wrong.iter().filter_map(|r| Some(r.step.split_once(' ')?.0.into())).collect();
+    let blocks: Vec<String> = blocks.into_iter().collect();
+    if args.quick {
+        out.line("kernels   were not compared");
+    } else {
+        module::set_unfit(&p, &blocks);
+        out.line(if wrong.is_empty() {
+            format!("kernels   all {} compute what the processor computes", rows.len())
+        } else {
+            let names: Vec<String> = wrong.iter().map(|r| format!("{} {}", r.step, r.format)).collect();
+            format!("kernels   {} of {} are WRONG on this machine: {}", wrong.len(), rows.len(), names.join(", "))
+        });
+        if !blocks.is_empty() {
+            out.line(format!("hint      from now on plain kernels run here: {}", blocks.join(", ")));
         }
         let cells: Vec<Vec<String>> = rows
             .iter()
@@ -79,26 +99,9 @@ pub fn doctor(args: &DoctorArgs, out: Out) -> Result<Status> {
             .collect();
         out.line(table(&["kernel", "format", "error", "bound", ""], &cells));
     }
-    let wrong = rows.iter().filter(|r| !r.holds()).count();
-    let blocks: BTreeSet<String> =
-        rows.iter().filter(|r| !r.holds()).filter_map(|r| Some(r.step.split_once(' ')?.0.into())).collect();
-    let blocks: Vec<String> = blocks.into_iter().collect();
-    if !args.quick {
-        module::set_unfit(&p, &blocks);
-    }
-    out.line(match (args.quick, wrong) {
-        (true, _) => "kernels were not compared".into(),
-        (false, 0) => format!("all {} kernels compute what the processor computes", rows.len()),
-        (false, n) if blocks.is_empty() => format!("{n} of {} kernels are wrong on this machine", rows.len()),
-        (false, n) => format!(
-            "{n} of {} kernels are wrong on this machine; from now on plain kernels run here: {}",
-            rows.len(),
-            blocks.join(", ")
-        ),
-    });
     out.json(&serde_json::json!({
         "command": "doctor", "tool": env!("CARGO_PKG_VERSION"), "gpu": p, "free_bytes": free, "compiler": compiler.ok(),
         "cache": module::cache_dir(), "measured": rates, "rows": rows,
     }))?;
-    Ok(if wrong == 0 { Status::Done } else { Status::Crossed })
+    Ok(if wrong.is_empty() { Status::Done } else { Status::Crossed })
 }

@@ -86,6 +86,11 @@ pub struct Trial {
     pub kernels: Kernels,
 }
 
+/// How often [`rows`] calls its `on`.
+pub fn parts(kernels: Kernels) -> u64 {
+    (models().len() * formats().len() + if kernels == Kernels::Fast { 2 } else { 0 }) as u64
+}
+
 /// Compares every step in every format; `on` sees each model before it is tried.
 pub fn rows(trial: Trial, on: &mut dyn FnMut(&str)) -> Result<Vec<Row>, ParityError> {
     let mut worst: BTreeMap<(String, String), Row> = BTreeMap::new();

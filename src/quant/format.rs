@@ -460,7 +460,7 @@ pub struct Activations {
 impl Activations {
     /// Orders `x`, `[T, cols]`, for products with `w`.
     pub fn new(x: &[f32], w: &Packed<'_>) -> Self {
-        let sums = x.chunks_exact(w.group).map(|g| g.iter().sum()).collect();
+        let sums = x.chunks_exact(w.group).map(|g| g.iter().map(|&x| f64::from(x)).sum::<f64>() as f32).collect();
         let mut x = x.to_vec();
         if w.bits == Bits::Four {
             for block in x.chunks_exact_mut(w.group).flat_map(|g| g.chunks_exact_mut(LANES)) {
@@ -475,8 +475,9 @@ impl Activations {
     }
 }
 
-/// `dst[row - rows.start, t] = W[row] . x[t]`, a group at a time straight from the packed words. The code
-/// of zero is taken off once a group, through the sum of its activations.
+/// `dst[row - rows.start, t] = W[row] . x[t]`, a group at a time straight from the packed words. Codes count from the middle of
+/// their range, so that weights without a zero point are sums without cancellation however long a group is; what a zero point
+/// differs from the middle is taken off once a group, through the sum of its activations.
 pub fn dot_rows(dst: &mut [f32], w: &Packed<'_>, rows: Range<usize>, x: &Activations) {
     let mut levels = vec![Level::default(); w.cols / w.group];
     let num_tok = x.x.len() / w.cols;
@@ -504,45 +505,61 @@ fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], levels: &[Level]
         let mut rest = 0.0;
         let groups = words.chunks_exact(group * BITS / 8).zip(x.chunks_exact(group));
         for (((bytes, x), &level), sum) in groups.zip(levels).zip(sums) {
-            let mut part = [0.0f32; LANES];
+            let mut part = [[0.0f32; LANES / 2]; 2];
             for (bytes, x) in bytes.chunks_exact(LANES * BITS / 8).zip(x.chunks_exact(LANES)) {
                 block::<BITS>(&mut part, bytes, x);
             }
-            for (total, part) in total.iter_mut().zip(part) {
+            for (total, part) in total.iter_mut().zip(part.as_flattened()) {
                 *total = part.mul_add(level.scale, *total);
             }
-            let mut tail = -(level.zero * sum);
+            let mut tail = (half::<BITS>() as f32 - level.zero) * sum;
             for (i, x) in x.iter().enumerate().skip(whole) {
                 let code = if BITS == 4 { (bytes[i / 2] >> (4 * (i % 2))) & 15 } else { bytes[i] };
-                tail += code as f32 * x;
+                tail += centred::<BITS>(code) * x;
             }
             rest += level.scale * tail;
         }
-        *out = tree_sum(total) + rest;
+        *out = tree_sum(&mut total) + rest;
     }
 }
 
-/// `part += codes * x` for one block of 32 columns.
+/// Half the range of a code.
 #[inline(always)]
-fn block<const BITS: usize>(part: &mut [f32; LANES], bytes: &[u8], x: &[f32]) {
+const fn half<const BITS: usize>() -> u8 {
+    1 << (BITS - 1)
+}
+
+/// A code counted from the middle of its range.
+#[inline(always)]
+fn centred<const BITS: usize>(code: u8) -> f32 {
+    f32::from(code.wrapping_sub(half::<BITS>()) as i8)
+}
+
+/// `part += codes * x` for one block of 32 columns, by halves of 16 lanes.
+#[inline(always)]
+fn block<const BITS: usize>([low, high]: &mut [[f32; LANES / 2]; 2], bytes: &[u8], x: &[f32]) {
+    let (x_low, x_high) = x.split_at(LANES / 2);
     if BITS == 4 {
-        let (low, high) = part.split_at_mut(LANES / 2);
-        let (x_low, x_high) = x.split_at(LANES / 2);
-        for ((p, &b), &x) in low.iter_mut().zip(&bytes[..LANES / 2]).zip(x_low) {
-            *p = ((b & 15) as i32 as f32).mul_add(x, *p);
-        }
-        for ((p, &b), &x) in high.iter_mut().zip(&bytes[..LANES / 2]).zip(x_high) {
-            *p = ((b >> 4) as i32 as f32).mul_add(x, *p);
-        }
+        accumulate::<BITS>(low, bytes.iter().map(|b| b & 15), x_low);
+        accumulate::<BITS>(high, bytes.iter().map(|b| b >> 4), x_high);
     } else {
-        for ((p, &b), &x) in part.iter_mut().zip(&bytes[..LANES]).zip(x) {
-            *p = (b as i32 as f32).mul_add(x, *p);
-        }
+        let (bytes_low, bytes_high) = bytes.split_at(LANES / 2);
+        accumulate::<BITS>(low, bytes_low.iter().copied(), x_low);
+        accumulate::<BITS>(high, bytes_high.iter().copied(), x_high);
     }
 }
 
+/// Codes stay bytes until they are counted from the middle of their range, so that one instruction does that to many.
 #[inline(always)]
-fn tree_sum(mut acc: [f32; LANES]) -> f32 {
+fn accumulate<const BITS: usize>(part: &mut [f32; LANES / 2], codes: impl Iterator<Item = u8>, x: &[f32]) {
+    for ((p, code), &x) in part.iter_mut().zip(codes).zip(x) {
+        *p = centred::<BITS>(code).mul_add(x, *p);
+    }
+}
+
+/// Sum of lanes by halves. A call: were it part of a loop's function, the compiler would keep lanes in the pairs that this sum adds.
+#[inline(never)]
+fn tree_sum(acc: &mut [f32; LANES]) -> f32 {
     let mut n = LANES / 2;
     while n > 0 {
         for i in 0..n {
@@ -562,34 +579,28 @@ pub fn dot_rows_plain(dst: &mut [f32], dtype: Dtype, w: &[u8], cols: usize, rows
     }
 }
 
-#[inline(always)]
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut acc = [0.0f32; LANES];
-    let whole = a.len() / LANES * LANES;
-    for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
-        for i in 0..LANES {
-            acc[i] = a[i].mul_add(b[i], acc[i]);
-        }
-    }
-    tree_sum(acc) + a[whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum::<f32>()
-}
-
-/// One plain row against every token; a block of it is decoded once for all of them.
+/// One plain row against every token.
 #[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+bmi2+fma", "x86_64+avx2+bmi2+fma"))]
 fn dot_row_plain(out: &mut [f32], dtype: Dtype, w: &[u8], x: &[f32], cols: usize) {
-    const BLOCK: usize = 256;
-    out.fill(0.0);
-    let mut block = [0.0f32; BLOCK];
-    for (i, bytes) in w.chunks(dtype.bytes(BLOCK)).enumerate() {
-        let n = BLOCK.min(cols - i * BLOCK);
-        match dtype {
-            Dtype::BF16 => {
-                block.iter_mut().zip(bytes.chunks_exact(2)).for_each(|(d, s)| *d = bf16_to_f32(u16::from_le_bytes([s[0], s[1]])))
+    match dtype {
+        Dtype::F32 => dot_row_of(out, w, x, cols, f32::from_le_bytes),
+        Dtype::BF16 => dot_row_of(out, w, x, cols, |bytes| bf16_to_f32(u16::from_le_bytes(bytes))),
+        Dtype::F16 => dot_row_of(out, w, x, cols, |bytes| half::f16::from_le_bytes(bytes).to_f32()),
+        other => panic!("{other} is not a plain float type"),
+    }
+}
+
+#[inline(always)]
+fn dot_row_of<const BYTES: usize>(out: &mut [f32], w: &[u8], x: &[f32], cols: usize, value: impl Fn([u8; BYTES]) -> f32) {
+    let (blocks, rest) = w.as_chunks::<BYTES>().0.as_chunks::<LANES>();
+    for (out, x) in out.iter_mut().zip(x.chunks_exact(cols)) {
+        let (x, x_rest) = x.as_chunks::<LANES>();
+        let mut total = [0.0f32; LANES];
+        for (block, x) in blocks.iter().zip(x) {
+            for ((total, &bytes), &x) in total.iter_mut().zip(block).zip(x) {
+                *total = value(bytes).mul_add(x, *total);
             }
-            other => decode(&mut block[..n], other, bytes),
         }
-        for (t, out) in out.iter_mut().enumerate() {
-            *out += dot(&block[..n], &x[t * cols + i * BLOCK..][..n]);
-        }
+        *out = tree_sum(&mut total) + rest.iter().zip(x_rest).map(|(&bytes, x)| value(bytes) * x).sum::<f32>();
     }
 }
