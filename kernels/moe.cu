@@ -121,7 +121,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
   typedef Form<BITS, G> F;
   const int SUB = F::SUB, BLOCK = Block<BITS>::BYTES, ROWS = 16 * MT * WM, MATS = GATED ? 2 : 1, HALF = ROWS / MATS, TEAM = WM * WK, STRIDE = ROWS + 8;
   extern __shared__ __align__(COPY_LINE) uint4 moe_sh[];
-  __shared__ u64 full_sh[MOST_STAGES], empty_sh[MOST_STAGES];
+  __shared__ u64 full_sh[MOST_STAGES];
   __shared__ TileInfo info_sh[MOST_STAGES];
   __shared__ Tile tile_sh[32];
   __shared__ DirectShared direct_sh;
@@ -131,7 +131,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
   const int stage_bytes = whole_lines(sx_at + cols * sx_row * 4), tiles = div_up(a.rows, HALF);
   float* red_sh = (float*)((char*)moe_sh + stages * stage_bytes);  // [teams][2][WK][4][STRIDE]
   u64* table_sh = (u64*)(red_sh + (WK > 1 ? teams * 2 * WK * 4 * STRIDE : 0));
-  if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS), barrier_init(empty_sh + threadIdx.x, TEAM);
+  if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS);
   barrier_init_done();
   load_table(table_sh, a.direct);
   if (!GATED && a.direct.logits) choose_direct(a.direct, a.T, direct_sh);  // the logits are of three kernels ago
@@ -142,7 +142,9 @@ DEV void stream_experts(const ExpertsArgs& a) {
   __syncthreads();
 
   int stage = 0, parity = 0;
+  const int SHARING = 32 * (TEAM + 1);  // a stage: a team and the warp that copies
   if (warp == TEAM * teams) {
+    int filled = 0;
     DirectList list = {};
     if (a.direct.logits) {
       list = list_direct(a.direct, a.T, direct_sh);
@@ -182,7 +184,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
           const u64 row_of = GATED ? (int)((pair + 0.5f) * inv_k) : pair;
           const char* src = codes || their ? (const char*)(codes ? tile.code : tile.scale)[lane & 1] : base + row_of * each;
           const int bytes = codes ? code_bytes : their ? s_bytes : (x || sx) && n < used ? each : 0;
-          barrier_wait(empty_sh + stage, parity ^ 1);
+          if (filled++ >= stages) await_left(PLACES + stage, SHARING);
           TileInfo& info = info_sh[stage];
           if (lane < 4) info.pair[lane] = (u16)pair;
           if (lane == 0) info.row = tile.row, info.used = used;
@@ -190,18 +192,18 @@ DEV void stream_experts(const ExpertsArgs& a) {
           __syncwarp();
           stream_copies(full_sh + stage, (char*)moe_sh + stage * stage_bytes + to, src, bytes);
           stream_done(full_sh + stage);
-          if (++stage == stages) stage = 0, parity ^= 1;
+          if (++stage == stages) stage = 0;
         }
       }
       __syncwarp();
     }
 #pragma unroll 1
     for (int i = 0; i < teams; i++) {
-      barrier_wait(empty_sh + stage, parity ^ 1);
+      if (filled++ >= stages) await_left(PLACES + stage, SHARING);
       if (lane == 0) info_sh[stage].row = -1;
       stream_expect(full_sh + stage, 0);
       stream_done(full_sh + stage);
-      if (++stage == stages) stage = 0, parity ^= 1;
+      if (++stage == stages) stage = 0;
     }
     if (a.arrivals.pieces) {
       note_wait(a.arrivals, waited);
@@ -260,8 +262,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
         group_products<BITS, SUB, 1, 1>(&sums, 0, m, &s, &x, &sx);
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty_sh + stage);
+    leave(PLACES + stage, SHARING);
     auto put = [&](int r, float gate, float up) {
       r += row0;
       if (r < a.rows) a.out[(size_t)pair * a.rows + r] = GATED ? without_tag(silu(gate) * up) : gate;
@@ -305,7 +306,7 @@ DEV void down_rows(const DownArgs& a) {
   typedef Form<BITS, G> F;
   const int SUB = F::SUB, BLOCK = Block<BITS>::BYTES, WARPS = (int)blockDim.x / 32 - 1;
   extern __shared__ __align__(COPY_LINE) uint4 moe_sh[];
-  __shared__ u64 full_sh[MOST_STAGES], empty_sh[MOST_STAGES];
+  __shared__ u64 full_sh[MOST_STAGES];
   __shared__ TileInfo info_sh[MOST_STAGES];
   __shared__ u64 listed_sh;
   __shared__ int num_slots_sh;
@@ -318,12 +319,13 @@ DEV void down_rows(const DownArgs& a) {
   float* sx_sh = (float*)(x_sh + num_pairs * groups * BLOCK);        // [T K][groups]
   float* part_sh = sx_sh + ((num_pairs * groups + 3) & ~3);          // [2][T K][chunks][split][16]
   u64* table_sh = (u64*)(part_sh + 2 * num_pairs * parts * 16);
-  if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS), barrier_init(empty_sh + threadIdx.x, a.warps);
+  if ((int)threadIdx.x < stages) barrier_init(full_sh + threadIdx.x, STREAM_ARRIVALS);
   if (threadIdx.x == 0) barrier_init(&listed_sh, 32);
   barrier_init_done();
   load_table(table_sh, a.direct);
   if (a.direct.logits) choose_direct(a.direct, a.T, direct_sh);  // the logits are of two kernels ago, as is the list
   __syncthreads();
+  const int SHARING = 32 * (a.warps + 1);  // a stage: a team and the warp that copies
   if (warp == WARPS) {
     DirectList list = {};
     if (a.direct.logits) list = list_direct(a.direct, a.T, direct_sh);
@@ -340,7 +342,7 @@ DEV void down_rows(const DownArgs& a) {
     __syncwarp();
     __threadfence_block();
     barrier_arrive(&listed_sh);
-    int stage = 0, parity = 1;
+    int stage = 0, filled = 0;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const int rows = min_int(16, a.D - tile * 16), s_bytes = BITS == 16 ? 0 : (rows * scales * 2 + 15) & ~15;
@@ -360,7 +362,7 @@ DEV void down_rows(const DownArgs& a) {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
           const int bytes = min_int(slice, row_bytes - chunk * slice);
-          barrier_wait(empty_sh + stage, parity);
+          if (filled++ >= stages) await_left(PLACES + stage, SHARING);
           TileInfo& info = info_sh[stage];
           if (lane < 4) info.pair[lane] = expert.pair[lane];
           if (lane == 0) info.used = expert.count, info.chunk = chunk;
@@ -368,7 +370,7 @@ DEV void down_rows(const DownArgs& a) {
           __syncwarp();
           stream_copies(full_sh + stage, (char*)moe_sh + stage * stage_bytes + to, src + (theirs ? 0 : chunk * slice), theirs ? s_bytes : mine ? chunks == 1 ? rows * bytes : bytes : 0);
           stream_done(full_sh + stage);
-          if (++stage == stages) stage = 0, parity ^= 1;
+          if (++stage == stages) stage = 0;
         }
       }
     }
@@ -453,8 +455,7 @@ DEV void down_rows(const DownArgs& a) {
           out[g] = acc[0], out[g + 8] = acc[1];
         }
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty_sh + stage);
+      leave(PLACES + stage, SHARING);
       stage += teams;
       if (stage >= stages) stage -= stages, parity ^= 1;
     }

@@ -66,7 +66,7 @@ struct StepArgs {
 };
 
 static const int COMPUTE = 8;         // warps
-static const int TILES_AHEAD = 8;     // at most, a power of two
+static const int TILES_AHEAD = 8;     // at most, a power of two, as many as there are names of places
 static const int PLANE_GROUPS = 8;    // that a warp holds at a time
 static const int LONG_ROWS = 4;       // of a tile where they are long
 static const int LONG_ROUNDS = 2;     // pairs of groups of each quarter of one that a warp has at most
@@ -211,15 +211,18 @@ DEV void compute_barrier() {
   __syncwarp();
   team_barrier(1, 32 * COMPUTE);
 }
+// Of the warps that compute, for the one that copies: what was read of the layer before is done; so is attention, whose place the experts' second
+// half takes; so is that half.
+enum { PROJECTED = 2, ATTENDED, DOWN_DONE };
+static const int COPY_TEAM = 32 * (COMPUTE + 1);
 static_assert(COMPUTE == WARPS, "all warps that compute attend");
 
 struct __align__(16) StepShared {
   StepLayer layer[2];     // in turn
-  u64 full[TILES_AHEAD], empty[TILES_AHEAD];
-  u64 down_full, down_empty, table_full, layer_full;
+  u64 full[TILES_AHEAD];
+  u64 down_full, table_full, layer_full;
   u64 first_page[COMPUTE];
-  u64 attended;           // by all warps, whose place down_tiles take
-  u64 projected, halfway; // where copies may go on, which would slow down what blocks wait for from each other: queries are made, experts half done
+  u64 halfway;            // copies, which would slow down what blocks wait for from each other, may go on: experts are half done
   int at[TILES_AHEAD];    // of a tile in the ring
   float square[32];
   float angle[128];
@@ -245,7 +248,7 @@ struct Front {
 #pragma unroll 1
     while (room < need || next - oldest == TILES_AHEAD) {
       const int i = oldest & (TILES_AHEAD - 1);
-      barrier_wait(sh.empty + i, oldest / TILES_AHEAD & 1);
+      await_left(PLACES + i, COPY_TEAM);
       room += __shfl_sync(0xffffffffu, taken, i), oldest++;
     }
     if (waste) at = 0;
@@ -407,8 +410,7 @@ struct Step {
     return ring() + sh.at[tile & (TILES_AHEAD - 1)];
   }
   DEV void leave_tile() {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(sh.empty + (tile & (TILES_AHEAD - 1)));
+    leave(PLACES + (tile & (TILES_AHEAD - 1)), COPY_TEAM);
     tile++;
   }
 
@@ -712,7 +714,7 @@ struct Step {
       }
       downs++;
       compute_barrier();
-      if (threadIdx.x == 0) barrier_arrive(&sh.down_empty);
+      leave(DOWN_DONE, COPY_TEAM);
       if (warp == 0) {
         const float* from = sums() + (lane & (ROWS - 1));
         float sum = 0.f;
@@ -835,10 +837,9 @@ struct Step {
         if (!projects(false) || !projects(true)) compute_barrier();
         if (!projects(false)) ask_first_page(y.cache);
       } else {
-        if (threadIdx.x == 0) barrier_arrive(&sh.projected);
+        leave(PROJECTED, COPY_TEAM);
         attend(y, sh.first + layer);
-        __syncwarp();
-        if (!LONG && lane == 0) barrier_arrive(&sh.attended);
+        if (!LONG && chooses()) leave(ATTENDED, COPY_TEAM);
       }
       const u32 tag = sh.first + layer & 1;
       project(y, last, tag ^ 1, tag);
@@ -876,7 +877,7 @@ struct Step {
 #pragma unroll 1
       for (int last = 0; last < 2; last++) {
         const int groups = projected_groups(last);
-        if (last) barrier_wait(&sh.projected, layer & 1), page_tiles(front, y);
+        if (last) await_left(PROJECTED, COPY_TEAM), page_tiles(front, y);
 #pragma unroll 1
         for (int t = blockIdx.x; t < projected_tiles(last); t += gridDim.x) {
           int row;
@@ -891,7 +892,7 @@ struct Step {
         continue;
       }
       front.await_last();
-      barrier_wait(&sh.attended, layer & 1);
+      await_left(ATTENDED, COPY_TEAM);
       down_tiles();
     }
   }
@@ -945,7 +946,7 @@ struct Step {
     stream_fence_shared();
 #pragma unroll 1
     for (int t = blockIdx.x; t * ROWS < a.D; t += gridDim.x) {
-      if (downs++) barrier_wait(&sh.down_empty, downs & 1);
+      if (downs++) await_left(DOWN_DONE, COPY_TEAM);
       stream_expect(&sh.down_full, K * bytes);
       __syncwarp();
 #pragma unroll 1
@@ -962,8 +963,8 @@ template <int A, int B, int DH, bool LONG>
 DEV void step(const StepArgs& a) {
   __shared__ StepShared sh;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < TILES_AHEAD; i++) barrier_init(sh.full + i, STREAM_ARRIVALS), barrier_init(sh.empty + i, COMPUTE);
-    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.down_empty, 1), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.projected, 1), barrier_init(&sh.halfway, 1), barrier_init(&sh.attended, COMPUTE);
+    for (int i = 0; i < TILES_AHEAD; i++) barrier_init(sh.full + i, STREAM_ARRIVALS);
+    barrier_init(&sh.down_full, STREAM_ARRIVALS), barrier_init(&sh.table_full, STREAM_ARRIVALS), barrier_init(&sh.layer_full, STREAM_ARRIVALS), barrier_init(&sh.halfway, 1);
     for (int i = 0; i < COMPUTE; i++) barrier_init(sh.first_page + i, 1);
   }
   barrier_init_done();

@@ -1,5 +1,5 @@
 // Rows of a stored matrix from memory to shared memory without registers: bulk copies from sm_90, 16-byte copies before, counted by
-// barriers in shared memory. One warp copies, others use: a tile is full when its bytes have arrived, empty when its users have.
+// barriers in shared memory. One warp copies, others use: a tile is full when its bytes have arrived, its place empty when its users have left.
 #pragma once
 #include "base.cuh"
 
@@ -90,3 +90,15 @@ DEV void stream_fence_shared() {
 }
 // a barrier of some warps of the block, named 1..15
 DEV void team_barrier(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
+// The same in two: warps that have used what others overwrite leave without waiting, those others wait. `threads` are all of both. By barriers of
+// the block and not by arrivals counted in shared memory: a warp is one arrival with all its lanes, for which racecheck would take each lane's own.
+DEV void leave(int name, int threads) {
+  __syncwarp();
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+DEV void await_left(int name, int threads) {
+  __syncwarp();
+  team_barrier(name, threads);
+}
+// Names of places that tiles pass through, eight at most.
+static const int PLACES = 8;
