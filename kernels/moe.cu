@@ -48,12 +48,12 @@ struct DownArgs {
 static const int MOST_STAGES = 8;
 static const int MOST_SLOTS = 32;  // of moe_down
 
-// What a team must know of the tile in a stage.
-struct TileInfo {
+// What a team must know of the tile in a stage; lanes that say the tile is full or copy some of it write it.
+struct __align__(8) TileInfo {
+  u16 pair[4];
   int row;       // first; below zero: there is nothing more
   int used;      // tokens
   int chunk;     // moe_down: of k
-  u16 pair[4];
 };
 // What the copying warp must know of a tile to come, found by its lanes for 32 tiles at a time.
 struct __align__(16) Tile {
@@ -186,7 +186,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
           const int bytes = codes ? code_bytes : their ? s_bytes : (x || sx) && n < used ? each : 0;
           if (filled++ >= stages) await_left(PLACES + stage, SHARING);
           TileInfo& info = info_sh[stage];
-          if (lane < 4) info.pair[lane] = (u16)pair;
+          if (x && n < used) info.pair[n] = (u16)pair;
           if (lane == 0) info.row = tile.row, info.used = used;
           stream_expect(full_sh + stage, MATS * (code_bytes + s_bytes) + used * (x_bytes + (BITS != 16 ? sx_row * 4 : 0)));
           __syncwarp();
@@ -364,8 +364,7 @@ DEV void down_rows(const DownArgs& a) {
           const int bytes = min_int(slice, row_bytes - chunk * slice);
           if (filled++ >= stages) await_left(PLACES + stage, SHARING);
           TileInfo& info = info_sh[stage];
-          if (lane < 4) info.pair[lane] = expert.pair[lane];
-          if (lane == 0) info.used = expert.count, info.chunk = chunk;
+          if (lane == 0) *(u64*)info.pair = *(const u64*)expert.pair, info.used = expert.count, info.chunk = chunk;
           stream_expect(full_sh + stage, rows * bytes + s_bytes);
           __syncwarp();
           stream_copies(full_sh + stage, (char*)moe_sh + stage * stage_bytes + to, src + (theirs ? 0 : chunk * slice), theirs ? s_bytes : mine ? chunks == 1 ? rows * bytes : bytes : 0);

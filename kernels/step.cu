@@ -224,7 +224,7 @@ struct __align__(16) StepShared {
   u64 first_page[COMPUTE];
   u64 halfway;            // copies, which would slow down what blocks wait for from each other, may go on: experts are half done
   int at[TILES_AHEAD];    // of a tile in the ring
-  float square[32];
+  float square[2][32];    // of q, k, v's input, and of the router's
   float angle[128];
   float gate[32];
   int id[32];
@@ -253,7 +253,8 @@ struct Front {
     }
     if (waste) at = 0;
     const int i = next & (TILES_AHEAD - 1);
-    if ((threadIdx.x & 31) == i) taken = need, sh.at[i] = at;
+    if ((threadIdx.x & 31) == i) taken = need;
+    if ((threadIdx.x & 31) == 0) sh.at[i] = at;
     char* to = ring_sh + at;
     at += tile, room -= need;
     stream_expect(sh.full + i, arriving);
@@ -419,7 +420,7 @@ struct Step {
   DEV int element(int j, int groups) const { return group(j, groups) * 128 + (lane & 15) * 8; }
   DEV bool has(int j, int groups) const { return (j == 0 || groups > SLICE) && 2 * warp + (lane >> 4) < slice_of(groups); }
   // They times a gain (or null), with squares of groups; planes follow.
-  DEV void take_row(float (*f)[8], const float* from, const float* gain, int groups, u32 tag) {
+  DEV void take_row(float (*f)[8], const float* from, const float* gain, float* square_sh, int groups, u32 tag) {
     float by[2][8];
     Runs8<2> row;
     row.at = from + element(0, groups), row.step = slice_of(groups) * 128;
@@ -438,7 +439,7 @@ struct Step {
       if (j == 1 && groups <= SLICE) break;
       if (gain) {
         const float square = group_square(f[j]);
-        if (has(j, groups) && (lane & 15) == 0) sh.square[group(j, groups)] = square;
+        if (has(j, groups) && (lane & 15) == 0) square_sh[group(j, groups)] = square;
       }
 #pragma unroll
       for (int i = 0; i < 8; i++) f[j][i] *= by[j][i];
@@ -516,13 +517,13 @@ struct Step {
     const int groups = projected_groups(last), rows = rows_of(groups), tiles = projected_tiles(last);
     if (!projects(last)) return;
     float f[2][8];
-    take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, groups, last ? tag : before);
+    take_row(f, last ? a.attention.out : a.x_box, last ? 0 : y.gain, sh.square[0], groups, last ? tag : before);
     if (!last) ask_first_page(y.cache);
     stage<A>(f, groups);
     products<A, false>(tiles, groups, [&](int t, int r) { return last ? known(a.x_box + t * rows + r) : 0.f; }, [&](int t, int r, float sum, float x) {
       int row;
       const float* bias = place(y, last, t, row).bias;
-      if (!last) sum *= inverse_rms(sh.square, groups, a.D, a.eps);
+      if (!last) sum *= inverse_rms(sh.square[0], groups, a.D, a.eps);
       if (bias) sum = __fadd_rn(sum, bias[row + r]);
       if (last) sum = __fadd_rn(__fmul_rn(sum, a.scale), x);
       if (lane < rows) post((last ? a.middle : (float*)a.attention.q) + t * rows + r, sum, tag);
@@ -617,7 +618,7 @@ struct Step {
         if (has(j, groups) && e < E) w[j] = load_v4(y.router + (size_t)e * a.D + element(j, groups));
     };
     load_router(blockIdx.x);
-    take_row(f, a.middle, y.moe_gain, groups, tag);
+    take_row(f, a.middle, y.moe_gain, sh.square[1], groups, tag);
     float* part = sums();
     int n = 0;
 #pragma unroll 1
@@ -635,7 +636,7 @@ struct Step {
       load_router(e);
     }
     compute_barrier();
-    const float inv = inverse_rms(sh.square, groups, a.D, a.moe_eps);
+    const float inv = inverse_rms(sh.square[1], groups, a.D, a.moe_eps);
 #pragma unroll 1
     for (int i = warp; i < n; i += COMPUTE) {
       const float sum = sum_groups(part + i * groups, groups);

@@ -237,10 +237,8 @@ struct Wide {
   const Args& args;
   const Job& job;
   char* ring_sh;
-  u64* full_sh;
+  u64 *full_sh, *empty_sh;
   int groups, row_bytes, scales, works, planes_bytes, stage_bytes;
-
-  static const int SHARING = 32 * WIDE_WARPS + COPY_THREADS;  // a stage
 
   // by COPY_THREADS threads
   DEV void copy() const {
@@ -254,7 +252,7 @@ struct Wide {
     const u32 a_to = ring + planes_bytes + a_row * STRIDE + a_piece * 16;
     const u32 b_to = ring + (BITS == 16 ? b_piece / 8 % 2 * (args.columns * 256) : 0) + b_row * 128 + ((b_piece ^ b_row) & 7) * 16;
     const u32 s_to = ring + planes_bytes + WIDE_ROWS * STRIDE + ((tid & 3) * 16 + tid / 4) * 4;
-    int slot = 0, stage = 0, filled = 0, ahead = 0, announced = 0;
+    int slot = 0, stage = 0, phase = 0, ahead = 0, announced = 0;
     auto announce = [&]() {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
@@ -281,7 +279,7 @@ struct Wide {
       const char* x_q = args.x_q;
 #pragma unroll 1
       for (int k = 0; k < groups; k++) {
-        if (filled++ >= DA) await_left(PLACES + stage, SHARING);
+        barrier_wait(empty_sh + stage, phase ^ 1);
         const u32 at = stage * stage_bytes;
 #pragma unroll
         for (int j = 0; j < TOKENS; j++)
@@ -301,7 +299,7 @@ struct Wide {
         if (BITS != 16 && tid < cols) copy_async_4(s_to + at, x_scale + k);
         copy_async_commit();
         x_q += BLOCK;
-        if (++stage == DA) stage = 0;
+        if (++stage == DA) stage = 0, phase ^= 1;
         if (ahead < LAG)
           ahead++;
         else
@@ -381,7 +379,8 @@ struct Wide {
           products<BITS, SUB, 32, 16 * (HALVES - 1)>(acc0, acc1, a, planes, panel, lo, hi, sx_sh);
         else
           products<BITS, SUB, 32, 32 * (HALVES - 1)>(acc0, acc1, a, planes, panel, lo, hi, sx_sh);
-        leave(PLACES + stage, SHARING);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty_sh + stage);
         if (++stage == DA) stage = 0, phase ^= 1;
       }
 #pragma unroll
@@ -403,15 +402,15 @@ template <int BITS, int G, int DA, class Job, class Args>
 DEV void wide(const Args& args) {
   typedef Wide<BITS, G, DA, Job, Args> W;
   extern __shared__ uint4 wide_sh[];
-  __shared__ u64 full_sh[DA];
+  __shared__ u64 full_sh[DA], empty_sh[DA];
   char* ring_sh = (char*)wide_sh + (1024 - (shared_address(wide_sh) & 1023)) % 1024;
   const int planes_bytes = args.columns * W::BLOCK, stage_bytes = (planes_bytes + WIDE_ROWS * W::STRIDE + 256 + 1023) / 1024 * 1024;
-  if (threadIdx.x < DA) barrier_init(full_sh + threadIdx.x, COPY_THREADS / 32);
+  if (threadIdx.x < DA) barrier_init(full_sh + threadIdx.x, COPY_THREADS / 32), barrier_init(empty_sh + threadIdx.x, WIDE_WARPS);
   dependency_wait();
   dependents_launch();
   const Job job(args, (int*)(ring_sh + DA * stage_bytes));
   const int K = job.inner();
-  const W w = {args, job, ring_sh, full_sh, groups_of(K), K * BITS / 8, BITS == 16 ? 0 : G == 0 ? 1 : K / (G ? G : 1), job.works(), planes_bytes, stage_bytes};
+  const W w = {args, job, ring_sh, full_sh, empty_sh, groups_of(K), K * BITS / 8, BITS == 16 ? 0 : G == 0 ? 1 : K / (G ? G : 1), job.works(), planes_bytes, stage_bytes};
   if (threadIdx.x >= 32 * WIDE_WARPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     w.copy();
