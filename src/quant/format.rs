@@ -270,13 +270,22 @@ impl<'a> Packed<'a> {
     /// Scales and zero points of one row, `dst.len() = cols / group`.
     pub fn row_levels(&self, row: usize, dst: &mut [Level]) {
         let (groups, element) = (self.cols / self.group, self.scale_dtype.bytes(1));
-        let scales = self.scales[row * groups * element..].chunks_exact(element);
-        for (g, (level, scale)) in dst[..groups].iter_mut().zip(scales).enumerate() {
-            decode(std::slice::from_mut(&mut level.scale), self.scale_dtype, scale);
-            level.zero = self.zeros.map_or(self.bits.half() as f32, |zeros| {
+        let (dst, scales) = (&mut dst[..groups], &self.scales[row * groups * element..]);
+        let zero = self.bits.half() as f32;
+        if self.scale_dtype == Dtype::BF16 {
+            let scales = scales.as_chunks().0.iter().map(|&bytes| bf16_to_f32(u16::from_le_bytes(bytes)));
+            dst.iter_mut().zip(scales).for_each(|(level, scale)| *level = Level { scale, zero });
+        } else {
+            for (level, scale) in dst.iter_mut().zip(scales.chunks_exact(element)) {
+                decode(std::slice::from_mut(&mut level.scale), self.scale_dtype, scale);
+                level.zero = zero;
+            }
+        }
+        if let Some(zeros) = self.zeros {
+            for (g, level) in dst.iter_mut().enumerate() {
                 let (at, shift) = zero_place(self.bits, groups, row, g);
-                f32::from(zeros[at] >> shift & self.bits.top() as u8)
-            });
+                level.zero = f32::from(zeros[at] >> shift & self.bits.top() as u8);
+            }
         }
     }
 
@@ -519,7 +528,7 @@ fn dot_row_as<const BITS: usize>(out: &mut [f32], words: &[u8], levels: &[Level]
             }
             rest += level.scale * tail;
         }
-        *out = tree_sum(&mut total) + rest;
+        *out = tree_sum(&total) + rest;
     }
 }
 
@@ -559,15 +568,11 @@ fn accumulate<const BITS: usize>(part: &mut [f32; LANES / 2], codes: impl Iterat
 
 /// Sum of lanes by halves. A call: were it part of a loop's function, the compiler would keep lanes in the pairs that this sum adds.
 #[inline(never)]
-fn tree_sum(acc: &mut [f32; LANES]) -> f32 {
-    let mut n = LANES / 2;
-    while n > 0 {
-        for i in 0..n {
-            acc[i] += acc[i + n];
-        }
-        n /= 2;
-    }
-    acc[0]
+fn tree_sum(lanes: &[f32; LANES]) -> f32 {
+    let sixteen: [f32; 16] = std::array::from_fn(|i| lanes[i] + lanes[i + 16]);
+    let eight: [f32; 8] = std::array::from_fn(|i| sixteen[i] + sixteen[i + 8]);
+    let four: [f32; 4] = std::array::from_fn(|i| eight[i] + eight[i + 4]);
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// The same for plain rows of type `F32`, `F16` or `BF16`.
@@ -601,6 +606,6 @@ fn dot_row_of<const BYTES: usize>(out: &mut [f32], w: &[u8], x: &[f32], cols: us
                 *total = value(bytes).mul_add(x, *total);
             }
         }
-        *out = tree_sum(&mut total) + rest.iter().zip(x_rest).map(|(&bytes, x)| value(bytes) * x).sum::<f32>();
+        *out = tree_sum(&total) + rest.iter().zip(x_rest).map(|(&bytes, x)| value(bytes) * x).sum::<f32>();
     }
 }
