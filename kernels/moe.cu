@@ -205,6 +205,7 @@ DEV void stream_experts(const ExpertsArgs& a) {
       stream_done(full_sh + stage);
       if (++stage == stages) stage = 0;
     }
+    await_all_left(filled, stages, SHARING);
     if (a.arrivals.pieces) {
       note_wait(a.arrivals, waited);
       if (GATED)
@@ -226,7 +227,10 @@ DEV void stream_experts(const ExpertsArgs& a) {
     const float* sx_sh = (const float*)(codes_sh + sx_at);
     barrier_wait(full_sh + stage, parity);
     const int row0 = info_sh[stage].row, used = info_sh[stage].used;
-    if (row0 < 0) break;
+    if (row0 < 0) {
+      leave(PLACES + stage, SHARING);
+      break;
+    }
     const int pair = info_sh[stage].pair[min_int(WK == 1 ? t : tid / HALF, used - 1)];
     float acc[MT][2];
 #pragma unroll
@@ -376,6 +380,7 @@ DEV void down_rows(const DownArgs& a) {
     note_wait(a.arrivals, waited);
     dependency_wait();
     dependents_launch();
+    await_all_left(filled, stages, SHARING);
     return;
   }
 

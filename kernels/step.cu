@@ -267,6 +267,11 @@ struct Front {
     const int tile = next - 2;
     if (tile >= 0) barrier_wait(sh.full + (tile & (TILES_AHEAD - 1)), tile / TILES_AHEAD & 1);
   }
+  // until all tiles are left: no arrival outlives its block
+  DEV void await_rest() {
+#pragma unroll 1
+    for (; oldest < next; oldest++) await_left(PLACES + (oldest & (TILES_AHEAD - 1)), COPY_TEAM);
+  }
   // A tile of so many groups of one matrix or two, whole rows of each, then their scales likewise: codes of each in `pieces` copies, at most
   // eight. A copy of a few hundred bytes takes as long as one of kilobytes.
   DEV void tile(const char* packed, const bf16* scale, const char* packed2, const bf16* scale2, int matrices, int groups, int group_bytes, int pieces) {
@@ -896,6 +901,8 @@ struct Step {
       await_left(ATTENDED, COPY_TEAM);
       down_tiles();
     }
+    front.await_rest();
+    if (downs) await_left(DOWN_DONE, COPY_TEAM);
   }
   // Keys and values of all pages of this block's unit but each warp's first.
   DEV void page_tiles(Front& front, const StepLayer& y) {

@@ -102,3 +102,8 @@ DEV void await_left(int name, int threads) {
 }
 // Names of places that tiles pass through, eight at most.
 static const int PLACES = 8;
+// Until the last tiles of so many, which passed through `places` in turn, are left: no arrival outlives its block.
+DEV void await_all_left(int tiles, int places, int threads) {
+#pragma unroll 1
+  for (int i = tiles > places ? tiles - places : 0; i < tiles; i++) await_left(PLACES + i % places, threads);
+}
