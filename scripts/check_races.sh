@@ -9,9 +9,9 @@ moe=${1:-moe} sanitizer=${2:-compute-sanitizer}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-gqa='"hidden_act":"silu","max_position_embeddings":512,"vocab_size":512,"rope_theta":10000.0,"tie_word_embeddings":false'
-qwen="\"model_type\":\"qwen3_moe\",\"rms_norm_eps\":1e-6,\"norm_topk_prob\":true,\"intermediate_size\":256,\"head_dim\":64,$gqa"
-mixtral="\"model_type\":\"mixtral\",\"rms_norm_eps\":1e-5,\"num_attention_heads\":8,\"num_key_value_heads\":2,$gqa"
+every='"hidden_act":"silu","max_position_embeddings":512,"vocab_size":512,"rope_theta":10000.0,"tie_word_embeddings":false'
+qwen="\"model_type\":\"qwen3_moe\",\"rms_norm_eps\":1e-6,\"norm_topk_prob\":true,\"intermediate_size\":256,\"head_dim\":64,$every"
+mixtral="\"model_type\":\"mixtral\",\"rms_norm_eps\":1e-5,\"num_attention_heads\":8,\"num_key_value_heads\":2,$every"
 echo "{$qwen,\"hidden_size\":512,\"moe_intermediate_size\":256,\"num_hidden_layers\":2,\"num_attention_heads\":8,
   \"num_key_value_heads\":2,\"num_experts\":16,\"num_experts_per_tok\":4}" > "$work/small.json"
 echo "{$qwen,\"hidden_size\":1024,\"moe_intermediate_size\":4096,\"num_hidden_layers\":1,\"num_attention_heads\":16,
@@ -24,7 +24,7 @@ echo '{"model_type":"deepseek_v2","rms_norm_eps":1e-6,"hidden_size":512,"interme
   "num_hidden_layers":2,"num_attention_heads":8,"num_key_value_heads":8,"first_k_dense_replace":1,"kv_lora_rank":512,"q_lora_rank":null,
   "qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128,"n_group":1,"topk_group":1,"topk_method":"greedy","n_routed_experts":8,
   "n_shared_experts":1,"num_experts_per_tok":2,"norm_topk_prob":false,"routed_scaling_factor":1.0,"moe_layer_freq":1,
-  "attention_bias":false,"mlp_bias":false,'"$gqa}" > "$work/latent.json"
+  "attention_bias":false,"mlp_bias":false,'"$every}" > "$work/latent.json"
 
 failed=0
 check() { # model, batches, more options

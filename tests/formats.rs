@@ -304,18 +304,10 @@ fn long_groups_lose_nothing_to_cancellation() {
         let (w, rows) = (packed.view(), decoded(&packed));
         let mut found = vec![0.0; 64 * tokens];
         dot_rows(&mut found, &w, 0..64, &Activations::new(&x[..tokens * COLS], &w));
-        let exact = |r: usize, t: usize| {
-            rows[r * COLS..][..COLS].iter().zip(&x[t * COLS..]).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
-        };
-        let (mut diff, mut norm) = (0.0, 0.0);
-        for (r, found) in found.chunks_exact(tokens).enumerate() {
-            for (t, &found) in found.iter().enumerate() {
-                let exact = exact(r, t);
-                diff += (f64::from(found) - exact).powi(2);
-                norm += exact.powi(2);
-            }
-        }
-        let error = (diff / norm).sqrt();
+        let product = |row: &[f32], x: &[f32]| row.iter().zip(x).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() as f32;
+        let of_row = |row| x[..tokens * COLS].chunks_exact(COLS).map(move |x| product(row, x));
+        let exact: Vec<f32> = rows.chunks_exact(COLS).flat_map(of_row).collect();
+        let error = (squared_error(&found, &exact) / squared_error(&exact, &vec![0.0; exact.len()])).sqrt();
         println!("{format} {tokens}: {error:.1e}");
         assert!(error < 1e-6, "{format}, {tokens} tokens: {error:.1e}");
     }

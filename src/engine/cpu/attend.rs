@@ -35,8 +35,9 @@ impl Tile {
 /// Tasks for `heads` of which each `group` read the same keys. Single queries take as many of those at a time as leave every thread a task.
 fn tiles(batch: &Batch, heads: usize, group: usize) -> Vec<Tile> {
     let single = batch.segments.iter().filter(|s| s.len == 1).count();
-    let shares = (1..=group).rev().filter(|share| group.is_multiple_of(*share));
-    let share = shares.into_iter().find(|share| single * heads / share >= rayon::current_num_threads()).unwrap_or(1);
+    let threads = rayon::current_num_threads();
+    let fits = |share: &usize| group.is_multiple_of(*share) && single * heads / share >= threads;
+    let share = (1..=group).rev().find(fits).unwrap_or(1);
     let mut tiles = Vec::new();
     let mut first_row = 0;
     for s in &batch.segments {
