@@ -132,9 +132,9 @@ ATTENTION(128)
 // append_d{Dh}: norm, clip and rotation of q (in place) and k, k and v into the pages, for any number of new tokens
 // attention_prefill_d{Dh}: the same attention for runs of new tokens whose keys are in the pages; token t belongs to the sequence of row
 //   rows[t] of the page table, tokens of a sequence follow each other; cosines, sines [T, rope_dim / 2] by token
-// Launch append: grid T, 256 threads. attention: grid (ceil(T / 64), H), 128 threads, shared 6 * 64 * (Dh + 8) * 2; a block takes 64 tokens
-// of one head, a warp 16 of them; keys and values of 64 positions arrive while those before are used. What bf16 leaves of q and p is
-// multiplied apart: only keys and values are rounded.
+// Launch append: grid T, 256 threads. attention: grid (H, ceil(T / 64)), 128 threads, shared 6 * 64 * (Dh + 8) * 2; a block takes 64 tokens
+// of one head, the last first, which have the most to attend to, a warp 16 of them; keys and values of 64 positions arrive while those before are
+// used, by pages looked up two rounds ahead. What bf16 leaves of q and p is multiplied apart: only keys and values are rounded.
 // Floors: operations 2 T^2 H Dh a sequence on tensor cores, half of them masked away. Source: FlashAttention-2 (arXiv 2307.08691).
 struct AppendArgs {
   float* q;
@@ -190,20 +190,30 @@ DEV void append_rows(const AppendArgs& a) {
   }
   __syncthreads();
   const size_t page = (size_t)a.page_table[(size_t)a.rows[token] * a.max_pages + position / PAGE] * a.Hk;
-#pragma unroll 1
-  for (int h = warp; h < a.H + 2 * a.Hk; h += 8) {
+  const int E = DH / 32, heads = a.H + 2 * a.Hk;
+  // a head's elements and gains are asked for while the one before is made ready
+  float f_next[E], gain_next[E];
+  auto ask = [&](int h) {
     const bool is_q = h < a.H, is_v = h >= a.H + a.Hk;
     const int kv = is_v ? h - a.H - a.Hk : h - a.H;
-    const float* from = is_q ? q_row + h * DH : is_v ? a.v + token * a.v_stride + kv * DH : k_row + kv * DH;
-    float gain[DH / 32], f[DH / 32];
-    if (a.norm && !is_v) load_own<DH / 32>(gain, is_q ? a.q_gain + (a.norm == 2 ? h * DH : 0) : a.k_gain + (a.norm == 2 ? kv * DH : 0));
-    load_own<DH / 32>(f, from);
+    if (h >= heads) return;
+    load_own<E>(f_next, is_q ? q_row + h * DH : is_v ? a.v + token * a.v_stride + kv * DH : k_row + kv * DH);
+    if (a.norm && !is_v) load_own<E>(gain_next, (is_q ? a.q_gain : a.k_gain) + (a.norm == 2 ? (is_q ? h : kv) * DH : 0));
+  };
+  ask(warp);
+#pragma unroll 1
+  for (int h = warp; h < heads; h += 8) {
+    const bool is_q = h < a.H, is_v = h >= a.H + a.Hk;
+    const int kv = is_v ? h - a.H - a.Hk : h - a.H;
+    float gain[E], f[E];
+#pragma unroll
+    for (int i = 0; i < E; i++) f[i] = f_next[i], gain[i] = gain_next[i];
+    ask(h + 8);
     prepare_row<DH>(f, gain, is_q ? q_inv : k_inv, a, angle_sh, is_v, row_sh[warp]);
     if (is_q) {
-#pragma unroll
-      for (int i = 0; i < DH / 32; i++) q_row[h * DH + lane * (DH / 32) + i] = f[i];
+      store_own<E>(q_row + h * DH + lane * E, f);
     } else {
-      store_own<DH / 32>((is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH + element_at<DH>(position % PAGE, lane * (DH / 32)), f);
+      store_own<E>((is_v ? a.v_pages : a.k_pages) + ((page + kv) * PAGE + position % PAGE) * DH + element_at<DH>(position % PAGE, lane * E), f);
     }
   }
 }
@@ -211,10 +221,10 @@ DEV void append_rows(const AppendArgs& a) {
 template <int DH>
 DEV void attention_prefill(const PrefillArgs& a) {
   extern __shared__ uint4 attention_sh[];
-  __shared__ int row_sh[64], position_sh[64];
-  const int ROW = DH + 8, TILES = DH / 8, RUN = 64;
+  const int ROW = DH + 8, TILES = DH / 8, RUN = 64, RUN_PAGES = RUN / PAGE, TOGETHER = TILES % 8 ? 4 : 8;  // tiles of values
+  __shared__ int row_sh[RUN], position_sh[RUN], page_sh[2][RUN_PAGES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int t0 = blockIdx.x * RUN, h = blockIdx.y, kv = h / (a.H / a.Hk), used = min_int(RUN, a.T - t0);
+  const int t0 = (gridDim.y - 1 - blockIdx.y) * RUN, h = blockIdx.x, kv = h / (a.H / a.Hk), used = min_int(RUN, a.T - t0);
   bf16* q_sh = (bf16*)attention_sh;      // [q, what is left of it][64][ROW]
   bf16* kv_sh = q_sh + 2 * RUN * ROW;    // [2][keys, values][64][ROW]
   dependency_wait();
@@ -245,11 +255,15 @@ DEV void attention_prefill(const PrefillArgs& a) {
 #pragma unroll 4
       for (int i = threadIdx.x; i < RUN * (DH / 8); i += 128) {
         const int r = i / (DH / 8), d = i % (DH / 8) * 8, key = min_int(key0 + r, last);
-        const size_t at = (((size_t)table[key / PAGE] * a.Hk + kv) * PAGE + key % PAGE) * DH + element_at<DH>(key % PAGE, d);
+        const size_t at = (((size_t)page_sh[buffer][(key - key0) / PAGE] * a.Hk + kv) * PAGE + key % PAGE) * DH + element_at<DH>(key % PAGE, d);
         copy_async_16(k_to + r * ROW + d, a.k_pages + at);
         copy_async_16(k_to + (RUN + r) * ROW + d, a.v_pages + at);
       }
     };
+    auto page_of = [&](int key0) { return threadIdx.x < RUN_PAGES ? table[min_int(key0 / PAGE + threadIdx.x, last / PAGE)] : 0; };
+    if (threadIdx.x < RUN_PAGES) page_sh[0][threadIdx.x] = page_of(begin), page_sh[1][threadIdx.x] = page_of(begin + RUN);
+    int next_page = page_of(begin + 2 * RUN);
+    __syncthreads();
     fetch(begin, 0);
     copy_async_commit();
     int buffer = 0;
@@ -261,6 +275,7 @@ DEV void attention_prefill(const PrefillArgs& a) {
       copy_async_commit();
       copy_async_wait<1>();
       __syncthreads();
+      if (threadIdx.x < RUN_PAGES) page_sh[buffer][threadIdx.x] = next_page, next_page = page_of(key0 + 3 * RUN);
       if (key0 <= deepest) {
         const bf16 *k_sh = kv_sh + buffer * 2 * RUN * ROW, *v_sh = k_sh + RUN * ROW;
         float s[8][4];
@@ -271,51 +286,57 @@ DEV void attention_prefill(const PrefillArgs& a) {
           u32 q[4], q_rest[4];
           ldmatrix_x4(q, q_sh + (warp * 16 + (lane & 15)) * ROW + d + (lane >> 4) * 8);
           ldmatrix_x4(q_rest, q_sh + (RUN + warp * 16 + (lane & 15)) * ROW + d + (lane >> 4) * 8);
+          u32 b[4][4];
 #pragma unroll
-          for (int n = 0; n < 8; n += 2) {
-            u32 b[4];
-            ldmatrix_x4(b, k_sh + (n * 8 + (lane >> 4) * 8 + (lane & 7)) * ROW + d + (lane >> 3 & 1) * 8);
-            mma_bf16(s[n], q, b[0], b[1]), mma_bf16(s[n + 1], q, b[2], b[3]);
-            mma_bf16(s[n], q_rest, b[0], b[1]), mma_bf16(s[n + 1], q_rest, b[2], b[3]);
-          }
+          for (int n = 0; n < 4; n++) ldmatrix_x4(b[n], k_sh + (n * 16 + (lane >> 4) * 8 + (lane & 7)) * ROW + d + (lane >> 3 & 1) * 8);
+#pragma unroll
+          for (int n = 0; n < 8; n++) mma_bf16(s[n], q, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+#pragma unroll
+          for (int n = 0; n < 8; n++) mma_bf16(s[n], q_rest, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
         }
+        const bool whole = lo == warp * 16 && hi == lo + 16 && key0 + RUN - 1 <= position_sh[lo] && (!a.window || key0 > deepest - a.window);
         u32 p[4][4], p_rest[4][4];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const bool inside = mine[r] >= from && mine[r] < to;
           const int position = position_sh[mine[r]], first = a.window ? position + 1 - a.window : 0;
+          if (!whole)
+#pragma unroll
+            for (int n = 0; n < 8; n++)
+#pragma unroll
+              for (int j = 0; j < 2; j++) {
+                const int key = key0 + n * 8 + 2 * t + j;
+                if (!inside || key > position || key < first) s[n][2 * r + j] = -INFINITY_F;
+              }
           float m = -INFINITY_F;
 #pragma unroll
-          for (int n = 0; n < 8; n++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-              const int key = key0 + n * 8 + 2 * t + j;
-              float& x = s[n][2 * r + j];
-              x = inside && key <= position && key >= first ? x * to_exp2 : -INFINITY_F;
-              m = fmaxf(m, x);
-            }
+          for (int n = 0; n < 8; n++) m = fmaxf(m, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
           m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
           m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-          const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now, keep = exp2_fast(top[r] - base);
+          const float now = fmaxf(top[r], m), base = now == -INFINITY_F ? 0.f : now * to_exp2, keep = exp2_fast(fmaf(top[r], to_exp2, -base));
           top[r] = now, sum[r] *= keep;
 #pragma unroll
           for (int n = 0; n < 8; n++) {
-            const float e0 = exp2_fast(s[n][2 * r] - base), e1 = exp2_fast(s[n][2 * r + 1] - base);
+            const float e0 = exp2_fast(fmaf(s[n][2 * r], to_exp2, -base)), e1 = exp2_fast(fmaf(s[n][2 * r + 1], to_exp2, -base));
             sum[r] += e0 + e1;
             const u32 both = bf16_pair(e0, e1);
             p[n / 2][r + n % 2 * 2] = both, p_rest[n / 2][r + n % 2 * 2] = bf16_rest(e0, e1, both);
           }
+          if (__any_sync(0xffffffffu, keep != 1.f))
 #pragma unroll
-          for (int n = 0; n < TILES; n++) o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
+            for (int n = 0; n < TILES; n++) o[n][2 * r] *= keep, o[n][2 * r + 1] *= keep;
         }
 #pragma unroll
         for (int k = 0; k < 4; k++)
 #pragma unroll
-          for (int n = 0; n < TILES; n += 2) {
-            u32 b[4];
-            ldmatrix_x4_trans(b, v_sh + (k * 16 + (lane & 15)) * ROW + n * 8 + (lane >> 4) * 8);
-            mma_bf16(o[n], p[k], b[0], b[1]), mma_bf16(o[n + 1], p[k], b[2], b[3]);
-            mma_bf16(o[n], p_rest[k], b[0], b[1]), mma_bf16(o[n + 1], p_rest[k], b[2], b[3]);
+          for (int base = 0; base < TILES; base += TOGETHER) {
+            u32 b[TOGETHER / 2][4];
+#pragma unroll
+            for (int n = 0; n < TOGETHER / 2; n++) ldmatrix_x4_trans(b[n], v_sh + (k * 16 + (lane & 15)) * ROW + (base + 2 * n) * 8 + (lane >> 4) * 8);
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++) mma_bf16(o[base + n], p[k], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++) mma_bf16(o[base + n], p_rest[k], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
           }
       }
       __syncthreads();

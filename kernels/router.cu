@@ -4,13 +4,15 @@
 // x      [T, D] f32; gain, shift [D] f32; W [E, D] bf16 or f32, 16-byte aligned rows; table [E][6] pointers: gate, up, down,
 //        each packed then scale
 // out    router_logits: logits [T, E] f32; planes of n(x) (common/planes.cuh) in the order of the experts' codes
-//        router_rows: ids [T, K] s32, its own or those of a script, gates [T, K] f32, slots [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending
-// needs  D % 8 == 0, D <= 8192, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535; counters: one int, zero before the first launch
+//        router_rows: ids [T, K] s32, its own or those of a script, gates [T, K] f32; where it is one block, or else router_list: slots
+//        [min(T K, E)], num_slots, pairs [T K] s32 by slot, ascending
+// needs  D % 8 == 0, D <= 8192, E <= 512, K <= min(E, 32), num_groups <= 32, T K <= 65535
 //
 // Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8) or more, ceil(T / tokens)),
 //   256 threads, shared 4 * tokens * D + (ahead ? 16 D : 0). Nothing but the block's own sums is waited for: weights arrive before x does.
-// router_rows for everything, router_rows_t4 for E <= 128 and the plain K highest: a warp a token chooses, the last block lists. Launch: grid
-//   ceil(T / tokens), W = 16, t4 32 warps, shared 4 * ((ceil(T K / 32) | 1) E + T K + E), and 64 E more for the first.
+// router_rows for everything, router_rows_t4 for E <= 128 and the plain K highest: a warp a token chooses. Launch: grid ceil(T / tokens), up to
+//   W = 16, t4 32 warps, shared 4 * ((ceil(T K / 32) | 1) E + T K + E) if that is one block, and 4 W E more for the first.
+// router_list: launch grid E, 256 threads. An expert a block; it counts what experts before it have, so that blocks need not wait for each other.
 // Up to four tokens of the plain K highest nothing but router_logits runs: the experts' kernels choose for themselves (DirectRoute).
 // Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides. Source: src/engine/cpu/route.rs.
 #include "common/planes.cuh"
@@ -30,7 +32,6 @@ struct RouterArgs {
   const float* shift;
   const void* w;
   const u64* table;
-  int* counters;
   const int* script;   // [steps][rows][K] choices made beforehand, for measuring shapes whose weights are random; or null
   int* step;           // launches with it so far
   int steps, rows;
@@ -250,19 +251,20 @@ extern "C" __global__ void __launch_bounds__(256, 2) router_logits(const __grid_
 template <int WARPS, int N, bool ANY>
 DEV void route_rows(const RouterArgs& a) {
   extern __shared__ float router_sh[];
-  __shared__ int last_sh;
-  const int warps = WARPS, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, E = a.rule.E, K = a.rule.K;
-  float* free_sh = router_sh + (div_up(a.T * K, 32) | 1) * E;                      // [warps][E] where ANY
-  int* id_sh = (int*)(free_sh + (ANY ? warps * E : 0));                            // [T K]
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, E = a.rule.E, K = a.rule.K;
+  float* free_sh = router_sh;                                              // [warps][E] where ANY
+  u32* mask_sh = (u32*)router_sh + (ANY ? (int)(blockDim.x >> 5) * E : 0);  // [E][ceil(T K / 32) | 1] where it lists
+  int* id_sh = (int*)mask_sh + (div_up(a.T * K, 32) | 1) * E;              // [T K]
+  const bool lists = gridDim.x == 1;
   u64 table_row[6] = {0, 0, 0, 0, 0, 0};
-  if ((int)threadIdx.x < E)
+  if (lists && (int)threadIdx.x < E)
 #pragma unroll
     for (int i = 0; i < 6; i++) table_row[i] = a.table[(size_t)threadIdx.x * 6 + i];
   dependency_wait();
   dependents_launch();
   const int end = min_int(a.T, (blockIdx.x + 1) * a.tokens), step = a.script ? *a.step : 0;
 #pragma unroll 1
-  for (int t = blockIdx.x * a.tokens + warp; t < end; t += warps) {
+  for (int t = blockIdx.x * a.tokens + warp; t < end; t += WARPS) {
     float v[N], gate;
     int id;
 #pragma unroll
@@ -270,16 +272,69 @@ DEV void route_rows(const RouterArgs& a) {
     choose<N, ANY>(id, gate, a.rule, v, free_sh + warp * E);
     if (a.script && lane < K) id = a.script[((size_t)(step % a.steps) * a.rows + t) * K + lane];
     if (lane < K) a.ids[t * K + lane] = id, a.gates[t * K + lane] = gate;
-    if (lane < K && gridDim.x == 1) id_sh[t * K + lane] = id;
+    if (lane < K && lists) id_sh[t * K + lane] = id;
     __syncwarp();
   }
-  if (gridDim.x > 1) {
-    if (!arrives_last(a.counters, gridDim.x, &last_sh)) return;
-    for (int p = threadIdx.x; p < a.T * K; p += blockDim.x) id_sh[p] = load_s32_l2(a.ids + p);
-  }
+  if (!lists) return;
   __syncthreads();
   if (a.script && threadIdx.x == 0) *a.step = step + 1;
-  list_experts(a, id_sh, (u32*)router_sh, (u32*)id_sh + a.T * K, table_row);
+  list_experts(a, id_sh, mask_sh, (u32*)id_sh + a.T * K, table_row);
 }
 extern "C" __global__ void __launch_bounds__(512, 1) router_rows(const __grid_constant__ RouterArgs a) { route_rows<16, 16, true>(a); }
 extern "C" __global__ void __launch_bounds__(1024, 1) router_rows_t4(const __grid_constant__ RouterArgs a) { route_rows<32, 4, false>(a); }
+
+// A warp takes a run of pairs, a lane one of 32, sixteen times as many on their way; below zero behind the end.
+template <class Each>
+DEV void each_id(const RouterArgs& a, int begin, int end, const Each& each) {
+  const int ROWS = 16, lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (; begin < end; begin += ROWS * 32) {
+    int id[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) id[i] = begin + i * 32 + lane < end ? a.ids[begin + i * 32 + lane] : -1;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) each(begin + i * 32 + lane, id[i]);
+  }
+}
+extern "C" __global__ void __launch_bounds__(256) router_list(const __grid_constant__ RouterArgs a) {
+  const int WARPS = 8, MOST_EXPERTS = 512;
+  __shared__ int used_sh[MOST_EXPERTS], before_sh[WARPS], own_sh[WARPS], lower_sh[WARPS], all_sh[WARPS];
+  const int e = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u64 pointer = threadIdx.x < 6 ? a.table[(size_t)e * 6 + threadIdx.x] : 0;
+  for (int i = threadIdx.x; i < a.rule.E; i += blockDim.x) used_sh[i] = 0;
+  dependency_wait();
+  dependents_launch();
+  __syncthreads();
+  const int num_pairs = a.T * a.rule.K, run = div_up(num_pairs, WARPS), begin = warp * run, end = min_int(begin + run, num_pairs);
+  int before = 0, own = 0;
+  each_id(a, begin, end, [&](int, int id) {
+    before += (u32)id < (u32)e, own += id == e;
+    if (id >= 0) used_sh[id] = 1;
+  });
+  __syncthreads();
+  int lower = 0, all = 0;
+  for (int i = threadIdx.x; i < a.rule.E; i += blockDim.x) all += used_sh[i], lower += i < e ? used_sh[i] : 0;
+  before = (int)warp_sum_u32(before), own = (int)warp_sum_u32(own), lower = (int)warp_sum_u32(lower), all = (int)warp_sum_u32(all);
+  if (lane == 0) before_sh[warp] = before, own_sh[warp] = own, lower_sh[warp] = lower, all_sh[warp] = all;
+  __syncthreads();
+  int first = 0, count = 0, slot = 0, total = 0, at = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) first += before_sh[w], count += own_sh[w], slot += lower_sh[w], total += all_sh[w], at += w < warp ? own_sh[w] : 0;
+  if (e == 0 && threadIdx.x == 0) {
+    *a.num_slots = a.pending ? -total : total;
+    if (a.script) *a.step += 1;
+  }
+  if (count == 0) return;
+  ExpertSlot* out = a.slots + slot;
+  if (threadIdx.x < 6) ((u64*)out)[threadIdx.x] = pointer;
+  if (threadIdx.x == 0) out->expert = e, out->first = first, out->count = count, out->arrival = 0;
+  each_id(a, begin, end, [&](int p, int id) {
+    const u32 mask = __ballot_sync(0xffffffffu, id == e);
+    const int n = at + __popc(mask & ((1u << lane) - 1));
+    if (id == e) {
+      a.pairs[first + n] = p;
+      if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.rule.K);
+    }
+    at += __popc(mask);
+  });
+}

@@ -1,16 +1,17 @@
 // The products of linear.cu for many tokens on warpgroup tensor cores (sm_90a): dense, and either half of the experts
 //
-// A block takes 192 rows (gate and up rows by eights) and up to 64 tokens: three warpgroups of 64 rows multiply, four warps copy groups of
+// A block takes 192 rows (gate and up rows by eights) and up to 128 tokens, of an expert 64: three warpgroups of 64 rows multiply, four warps copy groups of
 // 128 k ahead into a ring. Codes become signed operands in registers; planes lie in shared memory in the order of k (`planes_k*`, rows.cu),
 // from where the tensor cores read them: hi and lo of a token are two columns. Blocks walk (run of tokens, tile of rows) in turn, so that
 // neighbours read the same planes, and experts with more tokens have more runs.
 //
 // linear_F_wg: up to three matrices of one input, as linear_F_n64. moe_gate_up_F_wg, moe_down_pairs_F_wg: as their _n64.
-// Launch: 512 threads, blocks that walk; columns: tokens a run, a multiple of 16 up to 64 (w16 32); with
-//   block = 256 (w16 512), DA = 6 (w4), 4 (w8), 3 (w16)
-//   shared = 1024 + DA (columns block + 192 (16 BITS + 16) + 256, up to a multiple of 1024) + 4 slots (experts)
+// Launch: 512 threads, blocks that walk; columns: tokens a run, a multiple of 16 up to 128, of an expert 64 (w16 32); with
+//   block = 256 (w16 512), DA = 4 (w4), 3 (w8, w16), of an expert 6 (w4), 4 (w8), 3 (w16)
+//   shared = 1024 + DA (columns block + 192 (16 BITS + 16) + 576, up to a multiple of 1024) + 4 slots (experts)
 // needs K % 32 == 0; rows 16-byte aligned; T K <= 65535 for experts
-// Floors: bytes as linear.cu, planes once a tile of rows from L2; operations 4 R K T on integer tensor cores (4096 a cycle).
+// Floors: bytes as linear.cu, from L2 planes once a tile of rows and codes once a run of tokens (5.6 TB/s); operations 4 R K T on integer tensor
+// cores (4096 a cycle).
 // Source: src/engine/cpu/linear.rs, experts.rs.
 #include "common/linear.cuh"
 #include "common/planes.cuh"
@@ -71,6 +72,7 @@ DEV void group_wait(float* c) {
 // What is where: a piece of work is a tile of rows and a run of tokens. `slot` only grows.
 struct WideDense {
   static const bool GATED = false;
+  static const int MOST_TOK = 128;
   const LinearArgs& a;
   int tiles0, tiles1, tiles;
   DEV WideDense(const LinearArgs& args, int*) : a(args) {
@@ -123,6 +125,7 @@ struct WideDense {
 template <bool BOTH>
 struct WideExperts {
   static const bool GATED = BOTH;
+  static const int MOST_TOK = 64;  // the ring's places are better many than large: few experts have more
   const ExpertsArgs& a;
   const int* ends_sh;  // of the runs of each slot
   int tiles, slots;
@@ -181,48 +184,55 @@ struct WideExperts {
 };
 
 // ------------------------------------------------------------------------------------------------------------------- walk
-// acc[0], [1]: sums of rows g, g + 8 and tokens 4 i + t of T0 and, from 32 on, T1 tokens
-template <int BITS, int SUB, int T0, int T1>
-DEV void products(float* acc0, float* acc1, const u32 (*a)[4], u32 planes, int panel, const float* lo, const float* hi, const float* sx_sh) {
-  const u32 second = planes + 512;
+DEV void load_shared_4(float* f, u32 at) { asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3]) : "r"(at) : "memory"); }
+// acc[2 i], [2 i + 1]: sums of rows g, g + 8 and token 4 i + t; beside bf16 weights, of either plane: [4 i], [4 i + 1], of row g + 8 behind them.
+// Tokens go in chunks; where registers allow, the next one's products run while one's are scaled and added.
+template <int BITS, int SUB, int TOKENS, int MOST_TOK>
+DEV void products(float* acc, const u32 (*a)[4], u32 planes, int panel, const float* lo, const float* hi, u32 sx_at) {
   if constexpr (BITS == 16) {
     group_begin();
 #pragma unroll
-    for (int j = 0; j < 8; j++) group_mma<T0>(acc0, a[j], planes + (j / 4) * panel + j % 4 * 2, 1);
+    for (int j = 0; j < 8; j++) group_mma<TOKENS>(acc, a[j], planes + (j / 4) * panel + j % 4 * 2, 1);
     group_commit();
-    group_wait<0, T0>(acc0);
+    group_wait<0, TOKENS>(acc);
   } else {
-    float sx[(T0 + T1) / 4];
-#pragma unroll
-    for (int i = 0; i < (T0 + T1) / 4; i += 4) *(float4*)(sx + i) = *(const float4*)(sx_sh + i);
+    const int CHUNK = TOKENS % 32 ? 16 : 32, N = TOKENS / CHUNK, CHUNKS_AHEAD = CHUNK == 32 && MOST_TOK > 64 ? 1 : 2;
 #pragma unroll
     for (int q = 0; q < SUB; q++) {
-      int c0[T0], c1[T1 ? T1 : 1];
-      group_begin();
+      int c[CHUNKS_AHEAD][CHUNK];
 #pragma unroll
-      for (int j = 4 * q / SUB; j < 4 * (q + 1) / SUB; j++) group_mma<T0>(c0, a[j], planes + j * 2, j > 4 * q / SUB);
-      group_commit();
-      if constexpr (T1 > 0) {
+      for (int next = 0; next < N + CHUNKS_AHEAD - 1; next++) {
+        if (next < N) {
+          group_begin();
 #pragma unroll
-        for (int j = 4 * q / SUB; j < 4 * (q + 1) / SUB; j++) group_mma<T1>(c1, a[j], second + j * 2, j > 4 * q / SUB);
-        group_commit();
-      }
-      group_wait<(T1 > 0), T0>(c0);
+          for (int j = 4 * q / SUB; j < 4 * (q + 1) / SUB; j++) group_mma<CHUNK>(c[next % CHUNKS_AHEAD], a[j], planes + next * (CHUNK * 16) + j * 2, j > 4 * q / SUB);
+          group_commit();
+        }
+        const int i = next - (CHUNKS_AHEAD - 1);
+        if (i < 0) continue;
+        int* sums = c[i % CHUNKS_AHEAD];
+        float sx[CHUNK / 4];
 #pragma unroll
-      for (int i = 0; i < T0 / 4; i++) {
-        acc0[2 * i] += lo[q] * (sx[i] * planes_sum(c0[4 * i], c0[4 * i + 1]));
-        acc0[2 * i + 1] += hi[q] * (sx[i] * planes_sum(c0[4 * i + 2], c0[4 * i + 3]));
-      }
-      if constexpr (T1 > 0) {
-        group_wait<0, T1>(c1);
+        for (int j = 0; j < CHUNK / 4; j += 4) load_shared_4(sx + j, sx_at + (i * (CHUNK / 4) + j) * 4);
+        if (next < N)
+          group_wait<CHUNKS_AHEAD - 1, CHUNK>(sums);
+        else
+          group_wait<0, CHUNK>(sums);
 #pragma unroll
-        for (int i = 0; i < T1 / 4; i++) {
-          acc1[2 * i] += lo[q] * (sx[T0 / 4 + i] * planes_sum(c1[4 * i], c1[4 * i + 1]));
-          acc1[2 * i + 1] += hi[q] * (sx[T0 / 4 + i] * planes_sum(c1[4 * i + 2], c1[4 * i + 3]));
+        for (int j = 0; j < CHUNK / 4; j++) {
+          float* to = acc + i * (CHUNK / 2) + 2 * j;
+          to[0] += lo[q] * (sx[j] * planes_sum(sums[4 * j], sums[4 * j + 1]));
+          to[1] += hi[q] * (sx[j] * planes_sum(sums[4 * j + 2], sums[4 * j + 3]));
         }
       }
     }
   }
+}
+// from addresses that are kept instead of made anew
+DEV u32 load_shared(u32 at) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+  return x;
 }
 DEV u32 masked_flip(u32 x, u32 mask, u32 flip) {
   u32 r;
@@ -230,10 +240,12 @@ DEV u32 masked_flip(u32 x, u32 mask, u32 flip) {
   return r;
 }
 
-template <int BITS, int G, int DA, class Job, class Args>
+template <int BITS, int G, class Job, class Args>
 struct Wide {
   typedef Form<BITS, G> F;
-  static const int SUB = F::SUB, CODES = F::ROW_BYTES, STRIDE = CODES + 16, BLOCK = Block<BITS>::BYTES, LAG = DA - 2, HALVES = BITS == 16 ? 1 : 2;  // of 32 tokens
+  static const int SUB = F::SUB, CODES = F::ROW_BYTES, STRIDE = CODES + 16, BLOCK = Block<BITS>::BYTES, MOST_TOK = BITS == 16 ? 32 : Job::MOST_TOK;
+  static const int DA = BITS == 16 ? 3 : MOST_TOK == 128 ? 5 - BITS / 4 : 8 - BITS / 2, LAG = DA - 2;
+  static const int SCALES = 36;  // of activations from one token of four to the next, in banks of their own
   const Args& args;
   const Job& job;
   char* ring_sh;
@@ -245,13 +257,13 @@ struct Wide {
     // of codes: a thread copies one or two pieces of rows that are all of gate or all of up
     const int PIECES = CODES < 128 ? CODES / 16 : 8, PARTS = CODES / 16 / PIECES, COPIES = WIDE_ROWS * PIECES / COPY_THREADS, STEP = COPY_THREADS / PIECES;
     static_assert(STEP % 16 == 0, "gate and up alternate by eight rows");
-    const int PER = BLOCK / 16, TOKENS = 32 * HALVES * PER / COPY_THREADS, TOKEN_STEP = COPY_THREADS / PER;      // of planes
+    const int PER = BLOCK / 16, TOKENS = MOST_TOK * PER / COPY_THREADS, TOKEN_STEP = COPY_THREADS / PER;      // of planes
     const int tid = threadIdx.x - 32 * WIDE_WARPS, a_row = tid / PIECES, a_piece = tid % PIECES, b_token = tid / PER, b_piece = tid % PER;
     const int b_row = 2 * b_token + b_piece / (PER / 2);
     const u32 ring = shared_address(ring_sh);
     const u32 a_to = ring + planes_bytes + a_row * STRIDE + a_piece * 16;
     const u32 b_to = ring + (BITS == 16 ? b_piece / 8 % 2 * (args.columns * 256) : 0) + b_row * 128 + ((b_piece ^ b_row) & 7) * 16;
-    const u32 s_to = ring + planes_bytes + WIDE_ROWS * STRIDE + ((tid & 3) * 16 + tid / 4) * 4;
+    const u32 s_to = ring + planes_bytes + WIDE_ROWS * STRIDE + ((tid & 3) * SCALES + tid / 4) * 4;
     int slot = 0, stage = 0, phase = 0, ahead = 0, announced = 0;
     auto announce = [&]() {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -312,11 +324,12 @@ struct Wide {
 
   // by the other warps
   DEV void multiply() const {
-    const int SUMS = BITS == 16 ? 32 : 16;  // of half a run
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const u32 flip = BITS == 16 ? 0u : 0x80808080u;
     u32 mask = 0xf0f0f0f0u;
-    asm volatile("" : "+r"(mask));
+    u32 codes_at = shared_address(ring_sh) + planes_bytes + (16 * warp + g) * STRIDE + t * 4, sx_from = shared_address(ring_sh) + planes_bytes + WIDE_ROWS * STRIDE + t * SCALES * 4;
+    u32 full = shared_address(full_sh), empty = shared_address(empty_sh);
+    asm volatile("" : "+r"(mask), "+r"(codes_at), "+r"(sx_from), "+r"(full), "+r"(empty));
     int stage = 0, phase = 0, slot = 0;
 #pragma unroll 1
     for (int work = blockIdx.x; work < works; work += gridDim.x) {
@@ -335,12 +348,17 @@ struct Wide {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-          for (int q = 0; q < SUB; q++) s_next[i][q] = s_from[i][G == 0 ? 0 : min_int(k * SUB + q, scales - 1)];
+          for (int q = 0; q < SUB; q++) {
+            if (SUB > 1)
+              s_next[i][q] = s_from[i][min_int(k * SUB + q, scales - 1)];
+            else if (k < scales)
+              s_next[i][q] = s_from[i][k];
+          }
       };
       load_scales(0);
-      float acc[HALVES][SUMS];
+      float acc[BITS == 16 ? 32 : MOST_TOK / 2];
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) acc[0][i] = acc[HALVES - 1][i] = 0.f;
+      for (int i = 0; i < (int)(sizeof(acc) / 4); i++) acc[i] = 0.f;
 #pragma unroll 1
       for (int k = 0; k < groups; k++) {
         float lo[SUB ? SUB : 1], hi[SUB ? SUB : 1];
@@ -348,18 +366,17 @@ struct Wide {
 #pragma unroll
         for (int q = 0; q < SUB; q++) lo[q] = unit * to_f32(s_next[0][q]), hi[q] = unit * to_f32(s_next[1][q]);
         load_scales(k + 1);
-        barrier_wait(full_sh + stage, phase);
-        const char* from = ring_sh + stage * stage_bytes;
-        const char* codes_sh = from + planes_bytes + r * STRIDE + t * 4;
+        barrier_wait(full + stage * 8, phase);
+        const u32 at = stage * stage_bytes, codes = codes_at + at;
         u32 a[F::MMAS][4];
 #pragma unroll
         for (int j = 0; j < F::MMAS; j++) {
           if (BITS == 4) {
-            const u32 l = *(const u32*)(codes_sh + 16 * j), h = *(const u32*)(codes_sh + 8 * STRIDE + 16 * j);
+            const u32 l = load_shared(codes + 16 * j), h = load_shared(codes + 8 * STRIDE + 16 * j);
             a[j][0] = masked_flip(l << 4, mask, flip), a[j][1] = masked_flip(h << 4, mask, flip), a[j][2] = masked_flip(l, mask, flip), a[j][3] = masked_flip(h, mask, flip);
           } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[j][i] = *(const u32*)(codes_sh + (i & 1) * 8 * STRIDE + 32 * j + (i >> 1) * 16) ^ flip;
+            for (int i = 0; i < 4; i++) a[j][i] = load_shared(codes + (i & 1) * 8 * STRIDE + 32 * j + (i >> 1) * 16) ^ flip;
           }
         }
         // operands are in registers before the first product is named
@@ -367,44 +384,49 @@ struct Wide {
         for (int j = 0; j < F::MMAS; j++)
 #pragma unroll
           for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[j][i]));
-        const float* sx_sh = (const float*)(from + planes_bytes + WIDE_ROWS * STRIDE) + t * 16;
-        const u32 planes = shared_address(from) >> 4 | 1u << 16;
+        const u32 planes = (shared_address(ring_sh) + at) >> 4 | 1u << 16;
         const int panel = args.columns * 16;
-        float *acc0 = acc[0], *acc1 = acc[HALVES - 1];
+#define RUN(TOKENS) products<BITS, SUB, (TOKENS < MOST_TOK ? TOKENS : MOST_TOK), MOST_TOK>(acc, a, planes, panel, lo, hi, sx_from + at)
         if (used <= 16)
-          products<BITS, SUB, 16, 0>(acc0, acc1, a, planes, panel, lo, hi, sx_sh);
-        else if (HALVES == 1 || used <= 32)
-          products<BITS, SUB, 32, 0>(acc0, acc1, a, planes, panel, lo, hi, sx_sh);
+          RUN(16);
+        else if (used <= 32 || MOST_TOK == 32)
+          RUN(32);
         else if (used <= 48)
-          products<BITS, SUB, 32, 16 * (HALVES - 1)>(acc0, acc1, a, planes, panel, lo, hi, sx_sh);
+          RUN(48);
+        else if (used <= 64)
+          RUN(64);
+        else if (used <= 96)
+          RUN(96);
         else
-          products<BITS, SUB, 32, 32 * (HALVES - 1)>(acc0, acc1, a, planes, panel, lo, hi, sx_sh);
+          RUN(128);
+#undef RUN
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty_sh + stage);
+        if (lane == 0) barrier_arrive(empty + stage * 8);
         if (++stage == DA) stage = 0, phase ^= 1;
       }
 #pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        if (32 * half >= used) break;
+      for (int done = 0; done < MOST_TOK; done += 32) {
+        if (done >= used) break;
         float y[8][2];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-          const float* s = acc[half] + (BITS == 16 ? 4 : 2) * i;
+          const float* s = acc + (BITS == 16 ? 4 * i : done / 2 + 2 * i);
           y[i][0] = BITS == 16 ? s[0] + s[1] : s[0], y[i][1] = BITS == 16 ? s[2] + s[3] : s[1];
         }
-        job.put(work, slot, r, n0 + 32 * half + t, n0 + used, y);
+        job.put(work, slot, r, n0 + done + t, n0 + used, y);
       }
     }
   }
 };
 
-template <int BITS, int G, int DA, class Job, class Args>
+template <int BITS, int G, class Job, class Args>
 DEV void wide(const Args& args) {
-  typedef Wide<BITS, G, DA, Job, Args> W;
+  typedef Wide<BITS, G, Job, Args> W;
+  const int DA = W::DA;
   extern __shared__ uint4 wide_sh[];
   __shared__ u64 full_sh[DA], empty_sh[DA];
   char* ring_sh = (char*)wide_sh + (1024 - (shared_address(wide_sh) & 1023)) % 1024;
-  const int planes_bytes = args.columns * W::BLOCK, stage_bytes = (planes_bytes + WIDE_ROWS * W::STRIDE + 256 + 1023) / 1024 * 1024;
+  const int planes_bytes = args.columns * W::BLOCK, stage_bytes = (planes_bytes + WIDE_ROWS * W::STRIDE + 576 + 1023) / 1024 * 1024;
   if (threadIdx.x < DA) barrier_init(full_sh + threadIdx.x, COPY_THREADS / 32), barrier_init(empty_sh + threadIdx.x, WIDE_WARPS);
   dependency_wait();
   dependents_launch();
@@ -420,7 +442,7 @@ DEV void wide(const Args& args) {
   }
 }
 #define WIDE(KIND, NAME, BITS, G, JOB, ARGS) \
-  extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS + COPY_THREADS, 1) KIND##_##NAME##_wg(const __grid_constant__ ARGS a) { wide<BITS, G, (BITS == 4 ? 6 : BITS == 8 ? 4 : 3), JOB>(a); }
+  extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS + COPY_THREADS, 1) KIND##_##NAME##_wg(const __grid_constant__ ARGS a) { wide<BITS, G, JOB>(a); }
 #define FORM(NAME, BITS, G)                                            \
   WIDE(linear, NAME, BITS, G, WideDense, LinearArgs)                   \
   WIDE(moe_gate_up, NAME, BITS, G, WideExperts<true>, ExpertsArgs)     \

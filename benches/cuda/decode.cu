@@ -243,19 +243,20 @@ static int occupancy(const void* kernel, int threads, size_t shared) {
 }
 static const size_t MOST_SHARED = 227 * 1024;
 static int blocks_each = 0, column_cost = 16;
-static int wide_columns = 0, wide_cost = 16;
-static size_t wide_shared(int bits, int sub, int columns) { return 1024 + (bits == 4 ? 6 : bits == 8 ? 4 : 3) * (((size_t)columns * (bits == 16 ? 512 : 256) + 192 * (16 * bits + 16) + 256 + 1023) / 1024 * 1024); }
+static int wide_columns = 0, wide_cost = 64;
+static size_t wide_shared(int bits, bool experts, int columns) {
+  return 1024 + (bits == 16 ? 3 : experts ? 8 - bits / 2 : 5 - bits / 4) * (((size_t)columns * (bits == 16 ? 512 : 256) + 192 * (16 * bits + 16) + 576 + 1023) / 1024 * 1024);
+}
 static bool run_linear(LinearArgs a, int bits, int G, int variant) {
   if (variant == WG) {
-    const int sub = subs(bits, G, a.K);
     int tiles = 0, best = 1 << 30;
     for (int i = 0; i < a.num_matrices; i++) tiles += (a.m[i].rows + 191) / 192;
-    for (int c = bits == 16 ? 32 : 64; c >= 16; c -= 16) {
+    for (int c = bits == 16 ? 32 : 128; c >= 16; c -= 16) {
       const int slots = num_sm, works = tiles * ((a.T + c - 1) / c), cost = (works + slots - 1) / slots * (c + wide_cost);
-      if (wide_columns ? c == std::min(wide_columns, bits == 16 ? 32 : 64) : cost < best) best = cost, a.columns = c;
+      if (wide_columns ? c == std::min(wide_columns, bits == 16 ? 32 : 128) : cost < best) best = cost, a.columns = c;
     }
     const int works = tiles * ((a.T + a.columns - 1) / a.columns);
-    launch(linear_kernel(format_row(bits, G, a.K), WG), dim3(std::min(works, num_sm)), 512, wide_shared(bits, sub, a.columns), a);
+    launch(linear_kernel(format_row(bits, G, a.K), WG), dim3(std::min(works, num_sm)), 512, wide_shared(bits, false, a.columns), a);
     return true;
   }
   const int row = format_row(bits, G, a.K), sub = subs(bits, G, a.K), depth = (variant == N32 || bits == 16 ? 2 : 3) + (variant == H4);
@@ -294,7 +295,7 @@ static void check_linear() {
                         {8, 64, 704, 40, 8}, {8, 32, 96, 17, 8}, {8, 1408, 1408, 32, 8}, {8, 128, 14336, 16, 8}, {16, 1, 2048, 40, 24}, {16, 1, 96, 8, 1}, {8, 128, 128, 300, 8}, {4, 128, 2048, 6000, 9000}};
   for (const Case& c : cases) {
     Stored w[2] = {stored(c.bits, c.r0, c.K, c.G), stored(c.bits, c.r1, c.K, c.G)};
-    for (int T : {1, 3, 4, 5, 8, 9, 33, 65}) {
+    for (int T : {1, 3, 4, 5, 8, 9, 33, 65, 100, 150}) {
       if (c.r1 == 9000 && T != 3 && T != 65) continue;
       float *x = random_f32((size_t)T * c.K, 2.f), *up = random_f32((size_t)T * c.K, 1.f), *gain = random_f32(c.K, .3f, 1.f), *shift = random_f32(c.K, .2f), *bias = random_f32(c.r0, .5f);
       std::vector<double> hx = widen(download(x, (size_t)T * c.K)), hu = widen(download(up, (size_t)T * c.K));
@@ -378,7 +379,7 @@ static void host_route(int* ids, float* gates, const float* logits, const Router
 }
 static bool generic_router = false;
 static const int ROWS_FROM = 65;
-static int router_most = 128;
+static int router_most = 128;  // tokens of one block
 static bool direct_route(const RouterArgs& a) { return a.T <= 4 && a.T * a.rule.K <= 32 && a.rule.E <= 128 && a.rule.select == 0; }
 static void run_router(RouterArgs a, bool rows = true, bool wide = false) {
   const int E = a.rule.E, K = a.rule.K;
@@ -399,8 +400,14 @@ static void run_router(RouterArgs a, bool rows = true, bool wide = false) {
   if (!rows) return;
   const bool any = E > 128 || a.rule.select || generic_router;
   const int warps = any ? 16 : 32;
-  a.tokens = a.T <= router_most ? (a.T + warps - 1) / warps * warps : warps;
-  launch(any ? (const void*)router_rows : (const void*)router_rows_t4, dim3((a.T + a.tokens - 1) / a.tokens), 32 * warps, 4ull * (((a.T * K + 31) / 32 | 1) * E + a.T * K + E + (any ? 16 * E : 0)), a);
+  const void* kernel = any ? (const void*)router_rows : (const void*)router_rows_t4;
+  if (a.T <= std::min(router_most, 4 * warps)) {
+    a.tokens = (a.T + warps - 1) / warps * warps;
+    launch(kernel, dim3(1), 32 * warps, 4ull * (((a.T * K + 31) / 32 | 1) * E + a.T * K + E + (any ? warps * E : 0)), a);
+  } else {
+    a.tokens = 8;
+    launch(kernel, dim3((a.T + 7) / 8), 256, any ? 32ull * E : 0, a), launch((const void*)router_list, dim3(E), 256, 0, a);
+  }
 }
 enum { EXPERTS_S4, EXPERTS_N64, EXPERTS_WG };
 static int s4_most = 64, most_stages = 8, cols_most = 4, most_teams = 3, most_shared_kb = 227;
@@ -416,10 +423,9 @@ static bool run_experts(bool first, ExpertsArgs a, int bits, int G, int max_slot
   const bool any = variant < 0;
   if (any) variant = a.T > s4_most;
   if (variant == EXPERTS_WG) {
-    const int sub = subs(bits, G, a.inner);
-    a.columns = wide_columns ? wide_columns : std::min(bits == 16 ? 32 : 64, (a.T + 15) / 16 * 16);
+    a.columns = std::min(bits == 16 ? 32 : 64, (a.T + 15) / 16 * 16);
     const int tiles = first ? (a.rows + 95) / 96 : (a.rows + 191) / 192, most = tiles * (max_slots + a.T * a.K / a.columns);
-    launch(expert_kernel(format_row(bits, G, a.inner), first ? 5 : 6), dim3(std::min(most, num_sm)), 512, wide_shared(bits, sub, a.columns) + 4 * max_slots, a);
+    launch(expert_kernel(format_row(bits, G, a.inner), first ? 5 : 6), dim3(std::min(most, num_sm)), 512, wide_shared(bits, true, a.columns) + 4 * max_slots, a);
     return true;
   }
   const void* kernel = expert_kernel(format_row(bits, G, a.inner), (first ? 0 : 2) + variant);
@@ -490,7 +496,6 @@ static void check_router_and_experts() {
     const int E = c.E, K = c.K, D = c.D, F = c.F, GD = c.G == 0 ? D : c.G, GF = c.G == 0 ? F : c.G;
     bf16* w = random_bf16((size_t)E * D, c.one ? 1e-4f : 1.5f / sqrtf(D));
     if (c.one) fill_bf16<<<8, 256>>>(w + (size_t)3 * D, D, 77, 1.f);
-    int* counters = zeros<int>(80);
     const RouteRule rule = {E, K, c.select, c.chosen, c.renorm, 4, 2, 0.1f, 1.25f};
     for (int T : {1, 2, 4, 7, 9, 33, 150}) {
       float *r = random_f32((size_t)T * D, 2.f), *gain = random_f32(D, .3f, 1.f), *shift = random_f32(D, .2f);
@@ -504,7 +509,7 @@ static void check_router_and_experts() {
       Planes px = planes_for(c.bits, T, D), ph = planes_for(c.bits, T * K, F);
       a.logits = device<float>((size_t)T * E), a.ids = device<int>(T * K), a.gates = device<float>(T * K), a.slots = zeros<ExpertSlot>(std::min(T * K, E));
       a.num_slots = device<int>(1), a.pairs = device<int>(T * K), a.x_q = px.q, a.x_scale = px.scale, a.x = r, a.gain = gain, a.shift = shift, a.w = w, a.table = x.table;
-      a.counters = counters, a.T = T, a.D = D, a.norm = c.norm, a.eps = 1e-6f, a.bits = c.bits, a.rule = rule;
+      a.T = T, a.D = D, a.norm = c.norm, a.eps = 1e-6f, a.bits = c.bits, a.rule = rule;
       router_most = T == 33 ? 16 : 128;
       run_router(a);
       char name[128];
@@ -616,7 +621,7 @@ static void check_router_and_experts() {
       for (void* p : {(void*)r, (void*)gain, (void*)shift, (void*)a.logits, (void*)a.ids, (void*)a.gates, (void*)a.slots, (void*)a.num_slots, (void*)a.pairs, (void*)px.q, (void*)ph.q, (void*)h, (void*)y, (void*)d}) cudaFree(p);
     }
     for (auto* v : {&x.gate, &x.up, &x.down}) for (auto& s : *v) cudaFree(s.packed), cudaFree(s.scale);
-    cudaFree(x.table), cudaFree(w), cudaFree(counters);
+    cudaFree(x.table), cudaFree(w);
   }
 }
 
@@ -837,7 +842,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     ops.push_back({"router", l, 2.0 * s.E * s.D, [=] {
       RouterArgs a = {};
       a.logits = b.router_logits, a.ids = b.ids, a.gates = b.gates, a.slots = b.slots, a.num_slots = b.num_slots, a.pairs = b.pairs, a.x_q = b.pe.q, a.x_scale = b.pe.scale, a.x = b.x, a.gain = y.ffn_gain, a.w = y.router;
-      a.table = y.table, a.counters = b.counters + 2048, a.T = T, a.D = s.D, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.rule = rule;
+      a.table = y.table, a.T = T, a.D = s.D, a.norm = 1, a.eps = 1e-6f, a.bits = 4, a.rule = rule;
       run_router(a, !direct, wide);
     }});
     ops.push_back({"gate_up", l, distinct * (y.gate.bytes() + y.up.bytes()) / s.E, [=] { run_experts(true, {b.h, b.pe.q, b.pe.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.D, s.F, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
@@ -1016,7 +1021,7 @@ int main(int argc, char** argv) {
     if (has("prefill")) {
       measure(m, {512, 1024}, true, false);
       use_wide = false, measure(m, {512}, true, false), use_wide = true;
-      for (int c : {48, 64}) printf("%d tokens a run: ", c), wide_columns = c, measure(m, {512}, true, false);
+      for (int c : {64, 96}) printf("%d tokens a run: ", c), wide_columns = c, measure(m, {512}, true, false);
     }
     if (has("variants")) {
       for (int n : {2, 3}) printf("at most %d teams: ", n), most_teams = n, measure(m, {1, 4, 8, 32}, false);

@@ -160,6 +160,17 @@ DEV void store_own(bf16* at, const float* f) {
     for (int i = 0; i < E; i++) at[i] = to_bf16(f[i]);
   }
 }
+template <int E>
+DEV void store_own(float* at, const float* f) {
+  if constexpr (E == 4) {
+    *(float4*)at = *(const float4*)f;
+  } else if constexpr (E == 2) {
+    *(float2*)at = *(const float2*)f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i++) at[i] = f[i];
+  }
+}
 // 1 / rms of a whole row, by a block
 DEV float whole_inverse(const float* row, int n, float eps, float* scratch_sh) {
   float sum = 0.f;

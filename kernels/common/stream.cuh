@@ -21,20 +21,23 @@ DEV void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-DEV void barrier_arrive(u64* barrier_sh) { asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(shared_address(barrier_sh)) : "memory"); }
-DEV bool barrier_passed(u64* barrier_sh, int parity) {
+DEV void barrier_arrive(u32 barrier) { asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory"); }
+DEV void barrier_arrive(u64* barrier_sh) { barrier_arrive(shared_address(barrier_sh)); }
+DEV bool barrier_passed(u32 barrier, int parity) {
   u32 done;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(shared_address(barrier_sh)), "r"(parity) : "memory");
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 #else
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(shared_address(barrier_sh)), "r"(parity) : "memory");
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 #endif
   return done;
 }
-DEV void barrier_wait(u64* barrier_sh, int parity) {
-  while (!barrier_passed(barrier_sh, parity)) {
+DEV bool barrier_passed(u64* barrier_sh, int parity) { return barrier_passed(shared_address(barrier_sh), parity); }
+DEV void barrier_wait(u32 barrier, int parity) {
+  while (!barrier_passed(barrier, parity)) {
   }
 }
+DEV void barrier_wait(u64* barrier_sh, int parity) { barrier_wait(shared_address(barrier_sh), parity); }
 
 // By one warp: announces how many bytes come, then copies a contiguous run a lane (multiples of 16 bytes, 0 for none), then says that
 // nothing more comes. What the warp stored in shared memory before the announcement is seen by whoever finds the tile full.

@@ -437,16 +437,18 @@ fn wanted(id: TensorId, storage: &Storage) -> Format {
     }
 }
 
-/// Passes over two to forty sequences: a prompt that crosses pages, single tokens, a continuation, many at once.
+/// Passes over two to forty sequences: a prompt that crosses pages, single tokens, a continuation, prompts whose experts are chosen by one block and
+/// by several, many at once.
 fn batches(vocab: usize, random: &mut Random) -> Vec<Batch> {
     let mut tokens = |n: usize| (0..n).map(|_| (random.0.next() % vocab as u64) as u32).collect::<Vec<_>>();
-    let segments: [&[(u32, usize, usize, Rows)]; 6] = [
+    let segments: [&[(u32, usize, usize, Rows)]; 7] = [
         &[(0, 0, 1, Rows::Last)],
         &[(0, 1, 33, Rows::All), (1, 0, 15, Rows::Last), (2, 0, 5, Rows::None)],
         &[(0, 34, 1, Rows::Last), (1, 15, 1, Rows::Last), (2, 5, 1, Rows::Last)],
         &[(1, 16, 9, Rows::Last), (2, 6, 8, Rows::Last)],
         &[(0, 35, 1, Rows::Last)],
         &[(3, 0, 70, Rows::Last)],
+        &[(4, 0, 300, Rows::Last)],
     ];
     let mut all: Vec<Batch> = Vec::new();
     for segments in segments {

@@ -36,7 +36,7 @@ pub(super) fn needs(spec: &ModelSpec, plan: &Plan, layout: &Layout, options: &Op
         })
         .sum();
     let context = spec.max_positions.div_ceil(PAGE_TOKENS) as u64;
-    let min_pages = context.min((2 * PLANNED_TOK / PAGE_TOKENS) as u64);
+    let min_pages = context.min((PLANNED_TOK / PAGE_TOKENS) as u64);
     let max_pages = (64 * context).clamp(1 << 10, 1 << 14);
     let layers = layout.expert_layers(spec, &options.visits);
     let mut weights = layout.by_component.clone();

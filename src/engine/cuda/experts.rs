@@ -248,7 +248,6 @@ impl Engine {
             x_q: planes.codes.at(0),
             x_scale: planes.scales.at(0),
             table: self.store.addresses(layer),
-            counters: self.work.counters.at(self.work.router_counters_at),
             script: script.map_or(0, |s| s.choices.at(0)),
             step: script.map_or(0, |s| s.step.at(0)),
             steps: script.map_or(0, |s| s.steps as i32),
@@ -279,6 +278,9 @@ impl Engine {
         let Some(rows) = launch::router_rows(experts, top_k, plain_top, num_tok, limits) else { return Ok(DirectRoute::ZERO) };
         let args = RouterArgs { tokens: rows.tokens as i32, ..args };
         self.fast.launch(rows.name, rows.grid, &args)?;
+        if let Some(grid) = rows.list {
+            self.fast.launch("router_list", grid, &args)?;
+        }
         Ok(DirectRoute::ZERO)
     }
 

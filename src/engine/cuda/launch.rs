@@ -103,8 +103,9 @@ const BLOCK_RESERVED: usize = 1024;
 const FEW_TOK: usize = 32;
 /// Output rows from which a product for few tokens does not split k.
 const TALL_ROWS: usize = 40_000;
-/// Cost of a pass over weights, in tokens.
+/// Cost of a pass over weights, in tokens; of one by warpgroups, whose tile of codes costs as much to bring and unpack as so many tokens.
 const PASS_COST: usize = 16;
+const WIDE_PASS_COST: usize = 64;
 /// Output rows of a block of the products by warpgroups, and its threads.
 const WIDE_ROWS: usize = 192;
 const WIDE_THREADS: u32 = 512;
@@ -242,14 +243,17 @@ pub fn linear(width: Width, cols: usize, rows: &[usize], num_tok: usize, staged:
 /// Name of the products by warpgroups.
 pub const WIDE: &str = "wg";
 
-/// Tokens that a block of those takes at a time, from the most down, and the shared memory for each.
-fn wide_runs(width: Width, limits: Limits) -> impl Iterator<Item = (usize, usize)> {
-    let (most, depth) = match width.bits {
-        4 => (64, 6),
-        8 => (64, 4),
+/// Tokens that a block of those takes at a time, from the most down, and the shared memory for each. An expert has few tokens: its runs are shorter
+/// and more of its groups on their way.
+fn wide_runs(width: Width, experts: bool, limits: Limits) -> impl Iterator<Item = (usize, usize)> {
+    let (most, depth) = match (width.bits, experts) {
+        (4, false) => (128, 4),
+        (8, false) => (128, 3),
+        (4, true) => (64, 6),
+        (8, true) => (64, 4),
         _ => (32, 3),
     };
-    let stage = move |columns: usize| (columns * width.block() + WIDE_ROWS * (16 * width.bits + 16) + 256).next_multiple_of(1024);
+    let stage = move |columns: usize| (columns * width.block() + WIDE_ROWS * (16 * width.bits + 16) + 576).next_multiple_of(1024);
     let runs = (1..=most / 16).rev().map(|n| 16 * n).map(move |columns| (columns, 1024 + depth * stage(columns)));
     runs.filter(move |r| r.1 <= limits.block_shared_bytes)
 }
@@ -259,9 +263,9 @@ fn wide_linear(width: Width, rows: &[usize], num_tok: usize, limits: Limits) -> 
     let launched = |(columns, shared): (usize, usize)| {
         let work = tiles * num_tok.div_ceil(columns);
         let grid = Grid::new([work.min(limits.num_sm), 1, 1], WIDE_THREADS).shared(shared);
-        (work.div_ceil(limits.num_sm) * (columns + PASS_COST), LinearLaunch { variant: WIDE, grid, columns })
+        (work.div_ceil(limits.num_sm) * (columns + WIDE_PASS_COST), LinearLaunch { variant: WIDE, grid, columns })
     };
-    wide_runs(width, limits).map(launched).min_by_key(|l| l.0).map(|l| l.1)
+    wide_runs(width, false, limits).map(launched).min_by_key(|l| l.0).map(|l| l.1)
 }
 
 /// What differs between the variants of a product.
@@ -360,18 +364,30 @@ pub struct RowsLaunch {
     pub grid: Grid,
     /// Tokens of a block.
     pub tokens: usize,
+    /// Of the kernel that lists what was chosen, where the first is more than one block.
+    pub list: Option<Grid>,
 }
 
-/// The choice of experts where the logits are there; one block as long as that takes few rounds.
+/// The choice of experts where the logits are there; one block, which also lists them, as long as that takes few rounds.
 pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize, limits: Limits) -> Option<RowsLaunch> {
     const MOST_ROUNDS: usize = 4;
+    const SPREAD: usize = 8;
+    const MOST_PAIRS: usize = u16::MAX as usize;
     let narrow = plain_top && experts <= DIRECT_EXPERTS;
     let (name, warps) = if narrow { ("router_rows_t4", 32) } else { ("router_rows", 16) };
-    let tokens = if num_tok <= MOST_ROUNDS * warps { num_tok.next_multiple_of(warps) } else { warps };
-    let pairs = num_tok * top_k;
-    let shared = 4 * ((pairs.div_ceil(32) | 1) * experts + pairs + experts + if narrow { 0 } else { warps * experts });
-    let grid = Grid::new([num_tok.div_ceil(tokens), 1, 1], 32 * warps as u32).shared(shared);
-    (shared <= limits.block_shared_bytes).then_some(RowsLaunch { name, grid, tokens })
+    let of = |blocks: usize, warps: usize, lists: usize| {
+        let shared = 4 * (lists + if narrow { 0 } else { warps * experts });
+        Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared)
+    };
+    let launch = if num_tok <= MOST_ROUNDS * warps {
+        let pairs = num_tok * top_k;
+        let grid = of(1, warps, (pairs.div_ceil(32) | 1) * experts + pairs + experts);
+        RowsLaunch { name, grid, tokens: num_tok.next_multiple_of(warps), list: None }
+    } else {
+        let list = Some(Grid::new([experts, 1, 1], 256));
+        RowsLaunch { name, grid: of(num_tok.div_ceil(SPREAD), SPREAD, 0), tokens: SPREAD, list }
+    };
+    (num_tok * top_k <= MOST_PAIRS && launch.grid.shared_bytes as usize <= limits.block_shared_bytes).then_some(launch)
 }
 
 /// What copies into shared memory are to begin with; `COPY_LINE` in `stream.cuh`.

@@ -75,9 +75,9 @@ use tiled::Tiled;
 use workspace::Workspace;
 
 /// Tokens of the largest pass that memory is planned for; larger ones allocate more.
-pub const PLANNED_TOK: usize = 1024;
+pub const PLANNED_TOK: usize = 2048;
 /// Tokens that pass through the experts at a time.
-const EXPERTS_TOK: usize = 1024;
+const EXPERTS_TOK: usize = 2048;
 /// Runs plans on a GPU.
 pub struct Engine {
     device: Arc<Device>,

@@ -38,10 +38,9 @@ pub(super) struct Workspace<B = Buffer> {
     pub pairs: B,
     /// Partial results of decode attention.
     pub partial: B,
-    /// Arrival counters, zero between launches: attention, router, greedy choice.
+    /// Arrival counters, zero between launches: attention, greedy choice.
     pub counters: B,
     pub boxes: Boxes<B>,
-    pub router_counters_at: usize,
     pub argmax_counters_at: usize,
 }
 
@@ -164,8 +163,7 @@ impl<B> Workspace<B> {
         let pairs = tok.min(EXPERTS_TOK) * w.top_k;
         let slot = |(slot, width): (usize, &usize)| if slot == Slot::Logits as usize { rows * spec.vocab } else { tok * width };
         let slots = plan.widths.iter().enumerate().map(slot).map(|n| make(4 * n)).collect::<Result<Vec<_>, E>>()?;
-        let router_counters_at = aligned(4 * DECODE_TOK * w.kv_heads);
-        let argmax_counters_at = router_counters_at + aligned(4 * (tok + 1));
+        let argmax_counters_at = aligned(4 * DECODE_TOK * w.kv_heads);
         Ok(Self {
             capacity_tok: tok,
             capacity_rows: rows,
@@ -187,7 +185,6 @@ impl<B> Workspace<B> {
             partial: make(4 * launch::SPLIT_BLOCKS * w.partial)?,
             counters: make(argmax_counters_at + 4 * DECODE_TOK)?,
             boxes: Boxes::of(&w, spec.width, &mut make)?,
-            router_counters_at,
             argmax_counters_at,
         })
     }

@@ -29,7 +29,7 @@ pub fn attention(head_dim: usize, heads: usize, kv_heads: usize, num_tok: usize)
 /// Attention of runs of new tokens.
 pub fn attention_prefill(head_dim: usize, heads: usize, num_tok: usize) -> Grid {
     const RUN: usize = 64;
-    Grid::new([num_tok.div_ceil(RUN), heads, 1], 128).shared(6 * RUN * (head_dim + 8) * 2)
+    Grid::new([heads, num_tok.div_ceil(RUN), 1], 128).shared(6 * RUN * (head_dim + 8) * 2)
 }
 
 /// Ranks of latents that kernels were built for, with rotary parts of [`LATENT_ROPE`].

@@ -101,7 +101,7 @@ pub fn wide_experts(num_tok: usize, limits: Limits) -> bool {
 fn experts(shape: &ExpertShape, half: &Half, num_tok: usize, direct: bool, limits: Limits) -> Option<ExpertsLaunch> {
     let (width, slots) = (half.width, shape.slots(num_tok));
     if wide_experts(num_tok, limits) {
-        let (columns, shared) = wide_runs(width, limits).find(|r| r.0 <= num_tok.next_multiple_of(16))?;
+        let (columns, shared) = wide_runs(width, true, limits).find(|r| r.0 <= num_tok.next_multiple_of(16))?;
         let work = half.rows.div_ceil(WIDE_ROWS / half.matrices) * slots * num_tok.div_ceil(columns);
         let grid = Grid::new([work.min(limits.num_sm), 1, 1], WIDE_THREADS).shared(shared + 4 * slots);
         let fits = grid.shared_bytes as usize <= limits.block_shared_bytes;
