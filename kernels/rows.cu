@@ -1,6 +1,7 @@
 // Work on rows: planes, gated sums, the sum over ranks, argmax. Memory bound, one block or a few a row.
 //
-// planes_w{4,8,16}, planes_k{4,8,16} (in the order of k): planes (common/planes.cuh) of n(x)[t], n = nothing, RMSNorm, LayerNorm or silu(x) * up; x [T, K] f32
+// planes_w{4,8,16}, planes_k{4,8,16} (in the order of k): planes (common/planes.cuh) of n(x)[t], n = nothing, RMSNorm, LayerNorm or silu(x) * up; x [T, K] f32;
+//              in the order of k beside those for integer codes also those for bf16, if they are wanted
 // moe_combine: y[t, d] = add[t, d] + scale * sum_rank gates[t, rank] pairs[t K + rank, d], ranks in order
 // add_gated:   acc[t, d] += scale * sigmoid(gate[t]) * add[t, d]; gate null for 1
 // argmax_rows: token[t] = first index of the largest logit; grid (blocks, T), last block of a row finishes
@@ -14,6 +15,7 @@ struct PlanesArgs {
   const float* up;     // or null
   const float* gain;   // [K]
   const float* shift;  // [K], LayerNorm
+  char* q_bf16;        // [T][groups][512], or null
   int K;
   int x_stride;        // elements
   int norm;            // 0 none, 1 RMS, 2 Layer
@@ -26,22 +28,36 @@ DEV void planes_row(const PlanesArgs& a) {
   dependency_wait();
   dependents_launch();
   const float* x = a.x + (size_t)blockIdx.x * a.x_stride;
-  float mean = 0.f, inv = 1.f, sum = 0.f;
-  if (a.norm == 2) {
-    for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += x[k];
-    mean = block_sum(sum, scratch_sh) / a.K, sum = 0.f;
-  }
-  if (a.norm) {
-    for (int k = threadIdx.x; k < a.K; k += blockDim.x) sum += (x[k] - mean) * (x[k] - mean);
-    inv = rsqrtf(block_sum(sum, scratch_sh) / a.K + a.eps);
-  }
   const int groups = groups_of(a.K), chunks = groups * 16;
+  auto load = [&](float* f, int k) { *(float4*)f = *(const float4*)(x + k), *(float4*)(f + 4) = *(const float4*)(x + k + 4); };
+  float first[8], mean = 0.f, inv = 1.f;  // the first eight elements of this thread are read once
+  if (threadIdx.x * 8 < a.K) load(first, threadIdx.x * 8);
+  // of all elements, or of their squares without the mean
+  auto row_sum = [&](bool squares) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = threadIdx.x * 8; k < a.K; k += blockDim.x * 8) {
+      float f[8];
+      if (k >= (int)blockDim.x * 8) load(f, k);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float d = (k < (int)blockDim.x * 8 ? first[i] : f[i]) - mean;
+        sum += squares ? d * d : d;
+      }
+    }
+    return block_sum(sum, scratch_sh) / a.K;
+  };
+  if (a.norm == 2) mean = row_sum(false);
+  if (a.norm) inv = rsqrtf(row_sum(true) + a.eps);
 #pragma unroll 1
   for (int base = 0; base < chunks; base += blockDim.x) {
     const int c = base + threadIdx.x, k = c * 8;
     float f[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, other[8];
     if (k < a.K) {
-      *(float4*)f = *(const float4*)(x + k), *(float4*)(f + 4) = *(const float4*)(x + k + 4);
+      if (base) load(f, k);
+      if (!base)
+#pragma unroll
+        for (int i = 0; i < 8; i++) f[i] = first[i];
       if (a.norm) {
         *(float4*)other = *(const float4*)(a.gain + k), *(float4*)(other + 4) = *(const float4*)(a.gain + k + 4);
 #pragma unroll
@@ -55,6 +71,7 @@ DEV void planes_row(const PlanesArgs& a) {
     }
     const size_t group = (size_t)blockIdx.x * groups + (c >> 4);
     make_block<BITS, ORDER>(a.q + group * Block<BITS>::BYTES, a.scale + (size_t)blockIdx.x * scale_row(groups) + (c >> 4), c, f, c < chunks);
+    if (ORDER == BY_K && BITS != 16 && a.q_bf16) make_block<16, BY_K>(a.q_bf16 + group * Block<16>::BYTES, nullptr, c, f, c < chunks);
   }
 }
 extern "C" __global__ void __launch_bounds__(256) planes_w4(const __grid_constant__ PlanesArgs a) { planes_row<4>(a); }

@@ -305,9 +305,9 @@ static void check_linear() {
         else if (norm) n = host_norm(hx, download(gain, c.K), download(shift, c.K), norm, c.K, 1e-6);
         std::vector<double> e0 = multiply(n, w[0], T), e1 = multiply(n, w[1], T);
         Planes p = planes_for(c.bits, T, c.K);
-        run_planes(p, c.bits, {0, 0, x, norm == 3 ? up : nullptr, gain, shift, c.K, c.K, norm == 3 ? 0 : norm, 1e-6f}, T);
+        run_planes(p, c.bits, {0, 0, x, norm == 3 ? up : nullptr, gain, shift, nullptr, c.K, c.K, norm == 3 ? 0 : norm, 1e-6f}, T);
         Planes pk = planes_for(c.bits, T, c.K);
-        run_planes(pk, c.bits, {0, 0, x, norm == 3 ? up : nullptr, gain, shift, c.K, c.K, norm == 3 ? 0 : norm, 1e-6f}, T, true);
+        run_planes(pk, c.bits, {0, 0, x, norm == 3 ? up : nullptr, gain, shift, nullptr, c.K, c.K, norm == 3 ? 0 : norm, 1e-6f}, T, true);
         std::vector<float> hb = download(bias, c.r0);
         float* y0 = random_f32((size_t)T * c.r0, 1.f);
         float* y1 = zeros<float>((size_t)T * c.r1);
@@ -386,8 +386,11 @@ static void run_router(RouterArgs a, bool rows = true, bool wide = false) {
   if (a.T >= ROWS_FROM && !a.w_is_f32) {
     static std::map<int, Planes> scratch;
     if (!scratch.count(a.D)) scratch[a.D] = planes_for(16, 1024, a.D);
-    PlanesArgs n = {0, 0, a.x, nullptr, a.gain, a.shift, a.D, a.D, a.norm, a.eps};
-    run_planes(scratch[a.D], 16, n, a.T, wide), run_planes({a.x_q, a.x_scale}, a.bits, n, a.T, wide);
+    PlanesArgs n = {0, 0, a.x, nullptr, a.gain, a.shift, nullptr, a.D, a.D, a.norm, a.eps};
+    const bool both = wide && a.bits != 16;
+    if (both) n.q_bf16 = scratch[a.D].q;
+    run_planes({a.x_q, a.x_scale}, a.bits, n, a.T, wide), n.q_bf16 = nullptr;
+    if (!both) run_planes(scratch[a.D], 16, n, a.T, wide);
     LinearArgs l = {};
     l.x_q = scratch[a.D].q, l.x_scale = scratch[a.D].scale, l.T = a.T, l.K = a.D, l.num_matrices = 1;
     l.m[0] = {a.w, nullptr, nullptr, nullptr, a.logits, E, E, 1.f, 0};
@@ -564,7 +567,7 @@ static void check_router_and_experts() {
         compare(name, hd, want_h, 2e-4);
       }
       Planes pxk = planes_for(c.bits, T, D), phk = planes_for(c.bits, T * K, F);
-      run_planes(pxk, c.bits, {0, 0, r, nullptr, gain, shift, D, D, c.norm, 1e-6f}, T, true);
+      run_planes(pxk, c.bits, {0, 0, r, nullptr, gain, shift, nullptr, D, D, c.norm, 1e-6f}, T, true);
       if (!direct) {
         ExpertsArgs up = half;
         up.out = h, up.x_q = pxk.q, up.x_scale = pxk.scale, up.inner = D, up.rows = F;
@@ -595,7 +598,7 @@ static void check_router_and_experts() {
         if (run_down(down, c.bits, GF)) compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
       OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
-      run_planes(ph, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 0.f}, T * K);
+      run_planes(ph, c.bits, {0, 0, h, nullptr, nullptr, nullptr, nullptr, F, F, 0, 0.f}, T * K);
       for (int variant = 0; variant < 2; variant++) {
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
         OK(cudaMemset(d, 255, (size_t)T * K * D * 4));
@@ -607,7 +610,7 @@ static void check_router_and_experts() {
         compare(name, download(y, (size_t)T * D), want_y, 2e-4);
       }
       if (!direct) {
-        run_planes(phk, c.bits, {0, 0, h, nullptr, nullptr, nullptr, F, F, 0, 1e-6f}, T * K, true);
+        run_planes(phk, c.bits, {0, 0, h, nullptr, nullptr, nullptr, nullptr, F, F, 0, 1e-6f}, T * K, true);
         OK(cudaMemcpy(y, before.data(), before.size() * 4, cudaMemcpyHostToDevice));
         OK(cudaMemset(d, 255, (size_t)T * K * D * 4));
         ExpertsArgs down = half;
@@ -816,7 +819,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     const RouteRule rule = {s.E, s.K, 0, 0, 1, 1, 1, 0.f, 1.f};
     const bool direct = T <= direct_most && T * s.K <= 32 && (T < pairs_from || 64ull * s.F / 2 < MOST_SHARED);  // others need a list
     const DirectRoute route = direct ? DirectRoute{b.router_logits, y.table, b.ids, b.gates, rule, 0} : DirectRoute{};
-    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, y.attn_gain, nullptr, s.D, s.D, 1, 1e-6f}, T, wide); }});
+    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, y.attn_gain, nullptr, nullptr, s.D, s.D, 1, 1e-6f}, T, wide); }});
     ops.push_back({"qkv", l, y.q.bytes() + y.k.bytes() + y.v.bytes(), [=] {
       LinearArgs a = {};
       a.x = b.x, a.x_q = b.px.q, a.x_scale = b.px.scale, a.norm = staged, a.gain = y.attn_gain, a.eps = 1e-6f, a.T = T, a.K = s.D, a.x_stride = s.D, a.num_matrices = 3;
@@ -832,7 +835,7 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
       a.max_splits = max_splits, a.norm = s.qk_norm, a.eps = 1e-6f, a.clip = INFINITY, a.rope_dim = s.Dh, a.scale = 1.f / sqrtf(s.Dh), a.together = max_splits * s.Hk * T <= num_sm;
       run_attention(a, s.Dh, T);
     }});
-    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.pa, 8, {0, 0, b.attn, nullptr, nullptr, nullptr, q, q, 0, 1e-6f}, T, wide); }});
+    if (!staged) ops.push_back({"planes", l, 0, [=] { run_planes(b.pa, 8, {0, 0, b.attn, nullptr, nullptr, nullptr, nullptr, q, q, 0, 1e-6f}, T, wide); }});
     ops.push_back({"o_proj", l, y.o.bytes(), [=] {
       LinearArgs a = {};
       a.x = b.attn, a.x_q = b.pa.q, a.x_scale = b.pa.scale, a.T = T, a.K = q, a.x_stride = q, a.num_matrices = 1;
@@ -850,14 +853,14 @@ static std::vector<Op> program(const Model& m, int T, Buffers& b, bool decode = 
     if (whole) {
       ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { if (!run_down({b.x, b.x, b.h, b.slots, b.num_slots, b.pairs, b.gates, route, {}, T, s.D, s.F, s.K, 0, 0, 0, 0, 0.1f}, 4, 128)) printf("down does not fit\n"); }});
     } else {
-      ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K, wide); }});
+      ops.push_back({"planes_h", l, 0, [=] { run_planes(b.ph, 4, {0, 0, b.h, nullptr, nullptr, nullptr, nullptr, s.F, s.F, 0, 1e-6f}, T * s.K, wide); }});
       ops.push_back({"down", l, distinct * y.down.bytes() / s.E, [=] { run_experts(false, {b.d, b.ph.q, b.ph.scale, b.slots, b.num_slots, b.pairs, route, {}, T, s.K, s.F, s.D, 0, 0, 0}, 4, 128, std::min(T * s.K, s.E), wide ? EXPERTS_WG : -1); }});
       ops.push_back({"combine", l, 0, [=] { launch((const void*)moe_combine, dim3((s.D + 511) / 512, T), 128, 0, CombineArgs{b.x, b.x, b.d, b.gates, s.D, s.K, 0.1f}); }});
     }
   }
   const int rows = decode ? T : 1;
   const bool head_staged = rows <= staged_most;
-  if (!head_staged) ops.push_back({"planes", s.L, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, m.final_gain, nullptr, s.D, s.D, 1, 1e-6f}, T); }});
+  if (!head_staged) ops.push_back({"planes", s.L, 0, [=] { run_planes(b.px, 8, {0, 0, b.x, nullptr, m.final_gain, nullptr, nullptr, s.D, s.D, 1, 1e-6f}, T); }});
   ops.push_back({"lm_head", s.L, m.head.bytes(), [=] {
     LinearArgs a = {};
     a.x = b.x, a.x_q = b.px.q, a.x_scale = b.px.scale, a.norm = head_staged, a.gain = m.final_gain, a.eps = 1e-6f, a.T = rows, a.K = s.D, a.x_stride = s.D, a.num_matrices = 1;

@@ -139,8 +139,18 @@ impl Engine {
 
     /// Products of one input, up to three of one format a launch. Few tokens make their planes inside the product where that fits.
     pub(super) fn products(&self, source: Source<'_>, outputs: &[Output], num_tok: usize) -> Result<(), EngineError> {
+        self.products_where(None, source, outputs, num_tok)
+    }
+
+    /// The same where planes of the source by this name are there.
+    pub(super) fn products_where(
+        &self,
+        mut made: Option<String>,
+        source: Source<'_>,
+        outputs: &[Output],
+        num_tok: usize,
+    ) -> Result<(), EngineError> {
         let mut rest = outputs;
-        let mut made: Option<String> = None;
         let layer_norm = matches!(source, Source::Normed(lead, _) if lead.norm.kind == NormKind::Layer);
         while let Some(first) = rest.first() {
             let Some(w) = width(&first.w) else { return Ok(()) };
@@ -166,7 +176,7 @@ impl Engine {
             } else {
                 let planes = launch::planes_name(w.bits, plan.variant == launch::WIDE);
                 if made.as_ref() != Some(&planes) {
-                    self.planes(&planes, &self.work.planes, source, cols, num_tok)?;
+                    self.planes(&planes, &self.work.planes, None, source, cols, num_tok)?;
                     made = Some(planes);
                 }
                 (args.x_q, args.x_scale) = (self.work.planes.codes.at(0), self.work.planes.scales.at(0));
@@ -203,12 +213,14 @@ impl Engine {
         &self,
         name: &str,
         to: &Planes,
+        bf16: Option<&Planes>,
         source: Source<'_>,
         cols: usize,
         num_rows: usize,
     ) -> Result<(), EngineError> {
         let (x, x_stride) = self.floats(source);
-        let args = PlanesArgs { q: to.codes.at(0), scale: to.scales.at(0), x, x_stride, k: cols as i32, ..PlanesArgs::ZERO };
+        let (q, scale, q_bf16) = (to.codes.at(0), to.scales.at(0), bf16.map_or(0, |b| b.codes.at(0)));
+        let args = PlanesArgs { q, scale, q_bf16, x, x_stride, k: cols as i32, ..PlanesArgs::ZERO };
         let args = match source {
             Source::Normed(lead, _) => {
                 let (gain, shift) = (self.store.matrix(lead.w).data, self.store.optional(lead.b).data);

@@ -185,7 +185,7 @@ impl Engine {
         let both = |slots: u64, num_slots: u64| -> Result<(), EngineError> {
             gate_up(slots, num_slots)?;
             let made_by = launch::planes_name(d.bits, second.variant == launch::WIDE);
-            self.planes(&made_by, planes, Source::Floats(h, inner), f, num_tok * top_k)?;
+            self.planes(&made_by, planes, None, Source::Floats(h, inner), f, num_tok * top_k)?;
             let args = ExpertsArgs {
                 out: outputs,
                 x_q: planes.codes.at(0),
@@ -257,17 +257,21 @@ impl Engine {
             ..self.router_args(lead, w, router, x, num_tok)
         };
         let (many, wide) = (launch::routes_rows(num_tok) && w.kind == Kind::Bf16, launch::wide_experts(num_tok, limits));
+        let source = Source::Normed(lead, x);
+        let make_planes = |bf16| self.planes(&launch::planes_name(bits, wide), planes, bf16, source, width, num_tok);
         if many {
+            let both = wide && bits != 16;
+            make_planes(both.then_some(&self.work.planes))?;
             let logits = Output { w, bias: Matrix::NONE, at: args.logits, stride: experts as i32, add: 0, scale: 1.0 };
-            self.products(Source::Normed(lead, x), &[logits], num_tok)?;
+            self.products_where(both.then(|| launch::planes_name(16, true)), source, &[logits], num_tok)?;
         } else {
             let half = w.kind == Kind::Bf16;
             let Some(launch) = launch::router_logits(experts, width, num_tok, half, limits) else { return Ok(DirectRoute::ZERO) };
             let args = RouterArgs { ahead: launch.ahead as i32, ..args };
             self.fast.launch(launch.name, launch.grid, &args)?;
-        }
-        if many || wide {
-            self.planes(&launch::planes_name(bits, wide), planes, Source::Normed(lead, x), width, num_tok)?;
+            if wide {
+                make_planes(None)?;
+            }
         }
         let plain_top = matches!(router.select, Select::Top);
         let listed = self.store.tiers().is_some() || script.is_some();

@@ -396,6 +396,7 @@ structs! {
         up: u64,
         gain: u64,
         shift: u64,
+        q_bf16: u64,
         k: i32,
         x_stride: i32,
         norm: i32,
