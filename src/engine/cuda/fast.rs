@@ -567,7 +567,9 @@ fn names(program: &Source) -> Vec<String> {
         }
         "wide.cu" => of_form(&["linear_X_wg", "moe_gate_up_X_wg", "moe_down_pairs_X_wg"]),
         "moe.cu" => of_form(&["moe_gate_up_X_s4", "moe_down_pairs_X_s4", "moe_down_X"]),
-        "router.cu" => ["router_logits_t1", "router_logits", "router_rows", "router_rows_t4", "router_list"].map(String::from).to_vec(),
+        "router.cu" => {
+            ["router_logits_t1", "router_logits", "router_rows", "router_rows_t4", "router_list"].map(String::from).to_vec()
+        }
         "attention.cu" => {
             let each =
                 |d| ["attention_decode", "attention_decode_wide", "append", "attention_prefill"].map(|n| format!("{n}_d{d}"));
