@@ -245,7 +245,7 @@ struct Wide {
   typedef Form<BITS, G> F;
   static const int SUB = F::SUB, CODES = F::ROW_BYTES, STRIDE = CODES + 16, BLOCK = Block<BITS>::BYTES, MOST_TOK = BITS == 16 ? 32 : Job::MOST_TOK;
   static const int DA = BITS == 16 ? 3 : MOST_TOK == 128 ? 5 - BITS / 4 : 8 - BITS / 2, LAG = DA - 2;
-  static const int SCALES = 36;  // of activations from one token of four to the next, in banks of their own
+  static const int SCALES = 36, SCALES_BYTES = 4 * 4 * SCALES;  // of activations from one token of four to the next, in banks of their own
   const Args& args;
   const Job& job;
   char* ring_sh;
@@ -426,7 +426,7 @@ DEV void wide(const Args& args) {
   extern __shared__ uint4 wide_sh[];
   __shared__ u64 full_sh[DA], empty_sh[DA];
   char* ring_sh = (char*)wide_sh + (1024 - (shared_address(wide_sh) & 1023)) % 1024;
-  const int planes_bytes = args.columns * W::BLOCK, stage_bytes = (planes_bytes + WIDE_ROWS * W::STRIDE + 576 + 1023) / 1024 * 1024;
+  const int planes_bytes = args.columns * W::BLOCK, stage_bytes = (planes_bytes + WIDE_ROWS * W::STRIDE + W::SCALES_BYTES + 1023) / 1024 * 1024;
   if (threadIdx.x < DA) barrier_init(full_sh + threadIdx.x, COPY_THREADS / 32), barrier_init(empty_sh + threadIdx.x, WIDE_WARPS);
   dependency_wait();
   dependents_launch();

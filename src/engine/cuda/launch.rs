@@ -379,15 +379,15 @@ pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize
         let shared = 4 * (lists + if narrow { 0 } else { warps * experts });
         Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared)
     };
+    let pairs = num_tok * top_k;
     let launch = if num_tok <= MOST_ROUNDS * warps {
-        let pairs = num_tok * top_k;
         let grid = of(1, warps, (pairs.div_ceil(32) | 1) * experts + pairs + experts);
         RowsLaunch { name, grid, tokens: num_tok.next_multiple_of(warps), list: None }
     } else {
         let list = Some(Grid::new([experts, 1, 1], 256));
         RowsLaunch { name, grid: of(num_tok.div_ceil(SPREAD), SPREAD, 0), tokens: SPREAD, list }
     };
-    (num_tok * top_k <= MOST_PAIRS && launch.grid.shared_bytes as usize <= limits.block_shared_bytes).then_some(launch)
+    (pairs <= MOST_PAIRS && launch.grid.shared_bytes as usize <= limits.block_shared_bytes).then_some(launch)
 }
 
 /// What copies into shared memory are to begin with; `COPY_LINE` in `stream.cuh`.
