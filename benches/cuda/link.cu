@@ -4,7 +4,7 @@
 // usage: nvcc -O3 -std=c++17 -arch=sm_90 -o link benches/cuda/link.cu && ./link [GiB of host memory, default 8]
 //
 // GB/s of bursts of 1, 2, 4 and 64 experts of 2.4 MB each, from random places; a burst is one kernel of a graph of 200. `ce` is the copy
-// engine, a call a burst.
+// engine, a call a burst. Last, how long a fence and what has none take on a multiprocessor that has so much of it in flight.
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <cstdio>
@@ -204,6 +204,91 @@ static void chain() {
   printf("\n%s\n", t[3] < t[1] ? "=> a kernel that waits for nothing lets those behind it pass the one ahead of it" : "=> those behind wait for the one ahead all the same");
 }
 
+// Warps below `stages` copy pieces of 16 KB, one thread each, until the last warp has timed each operation 200 times: cycles, mean and most.
+enum { LOAD, FENCE, RELEASE, RELAXED, ACQUIRE, BULK, OPERATIONS };
+struct Fences {
+  const char* from;
+  char* to;
+  int* words;
+  long long* cycles;  // [blocks][OPERATIONS][2]
+  int stages, copies;
+};
+__global__ void __launch_bounds__(256) fences(const __grid_constant__ Fences a) {
+  const int PIECE = 16384, TIMES = 200;
+  extern __shared__ uint4 ring_sh[];
+  __shared__ u64 full_sh[8], own_sh;
+  __shared__ volatile int stop_sh;
+  const int warp = threadIdx.x >> 5;
+  if (threadIdx.x < 8) barrier_init(full_sh + threadIdx.x, 1);
+  if (threadIdx.x == 0) barrier_init(&own_sh, 1), stop_sh = 0;
+  barrier_init_done();
+  __syncthreads();
+  if ((threadIdx.x & 31) != 0) return;
+  if (warp < a.stages && a.copies) {
+    char* stage_sh = (char*)ring_sh + (1 + warp) * PIECE;
+    for (int n = 0; !stop_sh; n++) {
+      const size_t at = (((size_t)n * gridDim.x + blockIdx.x) * a.stages + warp) * PIECE % (1 << 30);
+      stream_expect_one(full_sh + warp, PIECE);
+      bulk_load(full_sh + warp, stage_sh, a.from + at, PIECE);
+      barrier_wait(full_sh + warp, n & 1);
+      bulk_store(a.to + at % (64ull * RUN / PIECE * PIECE), stage_sh, PIECE);
+      bulk_commit();
+      bulk_read_wait();
+    }
+    bulk_wait<0>();
+  }
+  if (warp != 7) return;
+  for (const u64 start = global_time(); global_time() < start + 200000;) {
+  }
+  int parity = 0, keep = 0;
+  for (int what = 0; what < OPERATIONS; what++) {
+    int* word = a.words + (blockIdx.x * OPERATIONS + what) * 64;
+    long long sum = 0, most = 0;
+    for (int i = 0; i < TIMES; i++) {
+      const char* cold = a.to + ((size_t)(blockIdx.x * OPERATIONS + what) * TIMES + i) % 8192 * 8192;
+      const long long start = clock64();
+      if (what == FENCE || what == RELEASE) *(volatile int*)(word + 32) = i;
+      if (what == LOAD) keep += __ldcg((const int*)cold);
+      if (what == FENCE) __threadfence();
+      if (what == RELEASE) add_release(word, 1);
+      if (what == RELAXED) keep += atomicAdd(word, 1);
+      if (what == ACQUIRE) keep += load_acquire(word);
+      if (what == BULK) stream_expect_one(&own_sh, 2048), bulk_load(&own_sh, ring_sh, cold, 2048), barrier_wait(&own_sh, parity), parity ^= 1;
+      if (keep == -1) stop_sh = 2;
+      const long long took = clock64() - start;
+      sum += took, most = took > most ? took : most;
+    }
+    long long* out = a.cycles + (blockIdx.x * OPERATIONS + what) * 2;
+    out[0] = sum / TIMES, out[1] = most;
+  }
+  stop_sh = 1;
+}
+static void fence_rows() {
+  Fences a = {chunks[0], device_memory};
+  const int most_blocks = 32;
+  const size_t words = (size_t)most_blocks * OPERATIONS * 64 * sizeof(int), cycles = most_blocks * OPERATIONS * 2 * sizeof(long long);
+  int khz;
+  OK(cudaMalloc(&a.words, words));
+  OK(cudaMemset(a.words, 0, words));
+  OK(cudaMallocManaged(&a.cycles, cycles));
+  OK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
+  OK(cudaFuncSetAttribute(fences, cudaFuncAttributeMaxDynamicSharedMemorySize, 9 * 16384));
+  printf("\nus on a multiprocessor that copies, mean and most, at %d MHz\n%6s %12s %14s %14s %14s %14s %14s %14s\n", khz / 1000, "blocks", "in flight", "load", "fence", "red.release", "atomic", "ld.acquire", "bulk of 2 KB");
+  const int rows[][3] = {{12, 4, 0}, {12, 2, 1}, {12, 4, 1}, {24, 4, 1}, {4, 6, 1}};
+  for (const auto& r : rows) {
+    a.stages = r[1], a.copies = r[2];
+    fences<<<r[0], 256, (1 + r[1]) * 16384, stream>>>(a);
+    OK(cudaStreamSynchronize(stream));
+    printf("%6d %9d KB", r[0], r[2] * r[0] * r[1] * 16);
+    for (int what = 0; what < OPERATIONS; what++) {
+      double mean = 0, most = 0;
+      for (int b = 0; b < r[0]; b++) mean += a.cycles[(b * OPERATIONS + what) * 2] / (double)r[0], most = std::max(most, (double)a.cycles[(b * OPERATIONS + what) * 2 + 1]);
+      printf(" %7.2f %6.1f", mean * 1e3 / khz, most * 1e3 / khz);
+    }
+    printf("\n");
+  }
+}
+
 int main(int argc, char** argv) {
   const size_t gib = argc > 1 ? atoi(argv[1]) : 8;
   OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -240,5 +325,6 @@ int main(int argc, char** argv) {
         snprintf(name, sizeof name, "bulk %d KB x %d", bytes >> 10, stages);
         row(name, blocks, blocks * bytes * stages, [&](const Burst& b) { copy_bulk<<<blocks, 32, bytes * stages, stream>>>(b, bytes, stages); });
       }
+  fence_rows();
   return 0;
 }
