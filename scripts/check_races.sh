@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # memcheck and racecheck of decoding: small models with random weights through the kernels of one token and of several, with experts outside
 # of the GPU's memory, latents, long rows, more tiles than there are places, and more pages than a block has warps. Needs a GPU and CUDA's
-# compute-sanitizer. Left out are products of more than 32 tokens, which only prompts have: racecheck does not follow their copies
+# compute-sanitizer. racecheck leaves out products of more than 32 tokens, which only prompts have: it does not follow their copies
 # (benches/NOTES.md).
 #
 # usage: scripts/check_races.sh [moe] [compute-sanitizer]
@@ -31,12 +31,12 @@ echo "{$qwen,\"hidden_size\":512,\"moe_intermediate_size\":256,\"num_hidden_laye
 
 failed=0
 check() { # model, prompt, batches, more options
-  for tool in memcheck racecheck; do
-    if "$sanitizer" --tool $tool --kernel-name-exclude kns=_wg --error-exitcode 9 \
+  for tool in memcheck "racecheck --kernel-name-exclude kns=_wg"; do
+    if "$sanitizer" --tool $tool --error-exitcode 9 \
       "$moe" bench --shape "$work/$1.json" --prompt "$2" --batch "$3" "${@:4}" --generate 3 --repeats 1 > "$work/log" 2>&1; then
-      echo "$tool $*: clean"
+      echo "${tool% --*} $*: clean"
     else
-      echo "$tool $*: FAILED"
+      echo "${tool% --*} $*: FAILED"
       grep -E "SUMMARY|reported|Invalid|^moe:" "$work/log" | sort | uniq -c | sort -rn | head -20 || true
       failed=1
     fi
