@@ -8,10 +8,12 @@ mod gpu;
 use gpu::has_gpu;
 use moe::artifact::weights::Weights;
 use moe::engine::cuda::{self, CudaError, Kernels, Options};
+use moe::engine::parity::distance;
 use moe::engine::{Batch, Engine, EngineError, Rows, Turn};
 use moe::ids::SeqId;
 use moe::model::family;
 use moe::model::plan::Slot;
+use moe::model::spec::ModelSpec;
 use moe::quant::format::Format;
 use moe::sample::{Sampler, SamplerConfig};
 use std::ops::ControlFlow;
@@ -23,6 +25,17 @@ fn open(budget_bytes: Option<u64>) -> cuda::Engine {
     let weights = Arc::new(Weights::open(&dir).unwrap());
     let options = Options { budget_bytes, ..Options::default() };
     cuda::Engine::open(weights, options, &mut |_, _| (), &mut |_| ()).unwrap()
+}
+
+/// One layer with two experts, both of which every token chooses, so that no choice depends on rounding; the sizes are the caller's.
+fn one_layer(mut sizes: serde_json::Value) -> ModelSpec {
+    let mut config = serde_json::json!({
+        "model_type": "qwen3_moe", "hidden_act": "silu", "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "tie_word_embeddings": false,
+        "rope_theta": 10000.0, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "intermediate_size": 256,
+        "norm_topk_prob": true,
+    });
+    config.as_object_mut().unwrap().append(sizes.as_object_mut().unwrap());
+    family::read(&config).unwrap().1
 }
 
 fn pass(seqs: std::ops::Range<u32>, len: usize) -> Batch {
@@ -105,13 +118,10 @@ fn contexts_of_any_length_are_attended_to() {
     if !has_gpu() {
         return;
     }
-    let config = serde_json::json!({
-        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 8192, "vocab_size": 1009, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": false, "rope_theta": 10000.0, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-        "intermediate_size": 256, "norm_topk_prob": true,
-    });
-    let spec = family::read(&config).unwrap().1;
+    let spec = one_layer(serde_json::json!({
+        "hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 8192,
+        "vocab_size": 1009,
+    }));
     let mut engine = cuda::Engine::random(&spec, &|_, _| Format::Source, 3, Options::default(), &mut |_| ()).unwrap();
     for len in [1, 15, 16, 17, 127, 129, 1023, 1024, 1025, 1151, 1153, 4095, 4097, 6007] {
         let tokens: Vec<u32> = (0..len as u32 + 1).map(|i| (i * i * 31 + i * 7) % 1009).collect();
@@ -145,19 +155,10 @@ fn runs_of_any_length_are_products() {
     if !has_gpu() {
         return;
     }
-    let config = serde_json::json!({
-        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 384, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512, "vocab_size": VOCAB, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": false, "rope_theta": 10000.0, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-        "intermediate_size": 256, "norm_topk_prob": true,
-    });
-    let spec = family::read(&config).unwrap().1;
-    let width = |slot| if slot == Slot::Logits { VOCAB } else { spec.width };
-    let off = |a: &[f32], b: &[f32]| {
-        let sum =
-            |of: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(x, y)| of(f64::from(*x), f64::from(*y)).powi(2)).sum::<f64>();
-        (sum(&|x, y| x - y) / sum(&|_, y| y)).sqrt()
-    };
+    let spec = one_layer(serde_json::json!({
+        "hidden_size": 384, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512,
+        "vocab_size": VOCAB,
+    }));
     let most = |errors: &[f64]| errors.iter().copied().fold(0.0, f64::max);
     for format in [Format::INT8_G128, Format::INT4_G128] {
         let logits = |kernels: Kernels| {
@@ -168,13 +169,16 @@ fn runs_of_any_length_are_products() {
                 let tokens: Vec<u32> = (0..len).map(|i| (i * i * 31 + i * 7) % VOCAB as u32).collect();
                 batch.push(SeqId(len), 0, &tokens, Rows::All, len as usize);
                 engine.pass(&batch).unwrap();
-                [Slot::Residual, Slot::Logits]
-                    .map(|slot| engine.slot(slot).unwrap().chunks_exact(width(slot)).map(<[f32]>::to_vec).collect::<Vec<_>>())
+                [Slot::Residual, Slot::Logits].map(|slot| engine.slot(slot).unwrap().to_vec())
             };
             [33, 48, 64, 65, 81, 96, 97, 113, 127, 128, 129, 255].map(|len| (len, of(len)))
         };
         for ((len, fast), (_, plain)) in logits(Kernels::Fast).into_iter().zip(logits(Kernels::Plain)) {
-            let [input, logits] = [0, 1].map(|i| fast[i].iter().zip(&plain[i]).map(|(a, b)| off(a, b)).collect::<Vec<f64>>());
+            let [input, logits] = [(0, spec.width), (1, VOCAB)].map(|(slot, width)| {
+                let tokens = fast[slot].chunks_exact(width).zip(plain[slot].chunks_exact(width));
+                tokens.map(|(f, p)| distance(f, p)).collect::<Vec<f64>>()
+            });
+            assert_eq!((input.len(), logits.len()), (len as usize, len as usize));
             println!("{format}: {len} tokens: {:.1e} of {:.1e}", most(&logits), most(&input));
             for (token, (input, logits)) in input.iter().zip(&logits).enumerate() {
                 assert!(

@@ -576,7 +576,7 @@ fn one(
 }
 
 /// `|found - expected| / |expected|`; zero for two zeros.
-fn distance(found: &[f32], expected: &[f32]) -> f64 {
+pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
     let square = |x: f64| x * x;
     let diff: f64 = found.iter().zip(expected).map(|(a, b)| square((a - b) as f64)).sum();
     let norm: f64 = expected.iter().map(|b| square(*b as f64)).sum();
