@@ -23,11 +23,11 @@
 //
 // Every block decides for itself from the same state. The first writes list and state, the others copy. The state is read before the
 // wait: it is of the launch for the layer before, which the products behind that have seen settled. Many blocks copy by registers; where others
-// bring experts ahead, from sm_90, a few threads of a few blocks do, through shared memory on multiprocessors of their own, and nobody waits for
-// room.
-// tiers_ahead: from sm_90, as many blocks without the first, of 256 threads, shared stages * 16384.
+// bring experts ahead, from sm_90, a few threads of a few blocks do, through shared memory. Those have multiprocessors of their own, of either kernel: a
+// fence waits for all that the copies of its multiprocessor have in flight over the link, and nobody waits for room.
+// tiers_ahead: from sm_90, as many blocks without the first, of 256 threads, shared all that a block may have, stages * 16384 at least.
 // Launch: one block and as many as fill the link, all resident, 256 threads, shared stages * 16384 + 12 E + 16 S + 12 ceil(E / 32), of the
-// larger of both layers; stages <= 8, 0: by registers.
+// larger of both layers, or all that a block may have where stages > 0; stages <= 8, 0: by registers.
 // Floor: missing bytes at the link's rate. Source: src/tiers/policy.rs, src/engine/cuda/slots.rs.
 #include "common/routing.cuh"
 #include "common/stream.cuh"

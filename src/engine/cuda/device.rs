@@ -187,7 +187,6 @@ impl Properties {
             sm_shared_bytes: self.sm_shared_bytes as usize,
             warpgroups: self.has_warpgroups(),
             bulk_copies: self.sm >= 90,
-            beside_bytes: 0,
         }
     }
 

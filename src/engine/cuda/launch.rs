@@ -83,8 +83,6 @@ pub struct Limits {
     pub warpgroups: bool,
     /// Whether there is an engine that copies between global and shared memory in bulk.
     pub bulk_copies: bool,
-    /// Shared memory of a multiprocessor that a block of another kernel may have, which is there first.
-    pub beside_bytes: usize,
 }
 
 /// Tokens up to which a product makes the planes of its own input.
@@ -435,22 +433,10 @@ pub(super) mod tests {
         }
     }
 
-    pub(in super::super) const H200: Limits = Limits {
-        num_sm: 132,
-        block_shared_bytes: 232_448,
-        sm_shared_bytes: 233_472,
-        warpgroups: true,
-        bulk_copies: true,
-        beside_bytes: 0,
-    };
-    pub(super) const RTX_3090: Limits = Limits {
-        num_sm: 82,
-        block_shared_bytes: 101_376,
-        sm_shared_bytes: 102_400,
-        warpgroups: false,
-        bulk_copies: false,
-        beside_bytes: 0,
-    };
+    pub(in super::super) const H200: Limits =
+        Limits { num_sm: 132, block_shared_bytes: 232_448, sm_shared_bytes: 233_472, warpgroups: true, bulk_copies: true };
+    pub(super) const RTX_3090: Limits =
+        Limits { num_sm: 82, block_shared_bytes: 101_376, sm_shared_bytes: 102_400, warpgroups: false, bulk_copies: false };
 
     /// The shapes of the models in the README launch on the smallest supported cards at any batch.
     #[test]

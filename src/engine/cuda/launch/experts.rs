@@ -1,8 +1,8 @@
 //! Both halves of the experts.
 
 use super::{
-    BLOCK_RESERVED, DIRECT_EXPERTS, EXPERT_POINTERS, GROUP_K, Grid, Limits, WIDE, WIDE_ROWS, WIDE_THREADS, Width,
-    blocks_that_fit, eights, lines, plane_scales, wide_runs,
+    DIRECT_EXPERTS, EXPERT_POINTERS, GROUP_K, Grid, Limits, WIDE, WIDE_ROWS, WIDE_THREADS, Width, blocks_that_fit, eights, lines,
+    plane_scales, wide_runs,
 };
 
 /// Tokens up to which the experts' rows are streamed whole.
@@ -14,7 +14,7 @@ const DIRECT_TOK: usize = 4;
 const DIRECT_PAIRS: usize = 32;
 /// Stages of a streaming kernel, and shared memory of it that is not asked for at launch.
 const MOST_STAGES: usize = 8;
-pub(super) const STREAM_STATIC: usize = 2688;
+const STREAM_STATIC: usize = 2688;
 
 /// Experts of a layer.
 #[derive(Clone, Copy, Debug)]
@@ -124,7 +124,7 @@ fn experts(shape: &ExpertShape, half: &Half, num_tok: usize, direct: bool, limit
     streamed.or_else(many)
 }
 
-/// As many stages as fit and are of use, beside another kernel's block if any do, then as many teams; a team meets its own stages again.
+/// As many stages as fit and are of use, then as many teams; a team meets its own stages again.
 fn streamed_experts(half: &Half, slots: usize, table_bytes: usize, num_tok: usize, limits: Limits) -> Option<ExpertsLaunch> {
     const COLUMNS: usize = 4;
     const MOST_TEAMS: usize = 3;
@@ -144,12 +144,7 @@ fn streamed_experts(half: &Half, slots: usize, table_bytes: usize, num_tok: usiz
     };
     let all = (1..=MOST_TEAMS.min(each)).flat_map(|teams| (1..=MOST_STAGES / teams).map(move |n| (teams, n * teams)));
     let useful = all.filter(|&(teams, stages)| stages <= each.max(teams));
-    // A block that found no room would wait until those of the other kernel, which copies all the time, are done.
-    let beside = |l: &ExpertsLaunch| {
-        let block = l.grid.shared_bytes as usize + STREAM_STATIC + BLOCK_RESERVED;
-        block + limits.beside_bytes <= limits.sm_shared_bytes
-    };
-    useful.filter_map(|(teams, stages)| of(teams, stages)).max_by_key(|l| (beside(l), l.stages, l.teams))
+    useful.filter_map(|(teams, stages)| of(teams, stages)).max_by_key(|l| (l.stages, l.teams))
 }
 
 /// How the second half of the experts is launched where one kernel also sums.
