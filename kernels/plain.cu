@@ -478,9 +478,10 @@ extern "C" __global__ void plain_read(u32* sink, const uint4* src, u64 n) {
   if (sum == 0x12345678u) *sink = sum;
 }
 
-// dst[r] = src[pick[r]]: rows that get logits, next to each other. Grid (rows), block 256.
+// dst[r] = src[pick[r]]: rows that get logits, next to each other; `pick` null: identity. Grid (rows), block 256.
 extern "C" __global__ void plain_pick(float* dst, const float* src, int src_stride, const int* pick, int width) {
-  for (int i = threadIdx.x; i < width; i += blockDim.x) dst[(size_t)blockIdx.x * width + i] = src[(size_t)pick[blockIdx.x] * src_stride + i];
+  const float* row = src + (size_t)(pick ? pick[blockIdx.x] : blockIdx.x) * src_stride;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) dst[(size_t)blockIdx.x * width + i] = row[i];
 }
 
 // cos[t], sin[t] = rows `position[t]` of the tables [positions, half]. Grid (T), block 64.

@@ -1,4 +1,4 @@
-//! What the CUDA engine does as a whole: budgets, sampling.
+//! What the CUDA engine does as a whole: budgets, sampling, contexts and prompts of any length.
 //!
 //! Needs a GPU: prints SKIPPED without one, fails without one under `MOE_REQUIRE_GPU=1`.
 
@@ -185,6 +185,44 @@ fn runs_of_any_length_are_products() {
                     *logits < 1e-4 + 4.0 * input,
                     "{format}: token {token} of {len} is {logits:.1e} off, its input {input:.1e}"
                 );
+            }
+        }
+    }
+}
+
+/// Tokens without logits end at the last attention; those with logits have what they have where all go on. Behind it few tokens pass through
+/// other kernels than many: three products in a row, each of which keeps 16 bits of its input (2^-16 of its largest element, under 1e-4). Fails
+/// if a neighbour's row is taken, which is off by as much as it is.
+#[test]
+fn tokens_without_logits_change_nothing() {
+    if !has_gpu() {
+        return;
+    }
+    let spec = one_layer(serde_json::json!({
+        "hidden_size": 384, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512,
+        "vocab_size": 1009,
+    }));
+    for kernels in [Kernels::Fast, Kernels::Plain] {
+        let options = Options { kernels, ..Options::default() };
+        let mut engine = cuda::Engine::random(&spec, &|_, _| Format::INT4_G128, 7, options, &mut |_| ()).unwrap();
+        for len in [2, 9, 70, 300] {
+            let parts = [(len, Rows::Last), (3, Rows::None), (len + 1, Rows::Last), (1, Rows::None)];
+            let mut logits = |all: bool| {
+                let mut batch = Batch::default();
+                for (seq, (len, rows)) in (0..).zip(parts) {
+                    engine.release(SeqId(seq));
+                    let tokens: Vec<u32> = (0..len as u32).map(|i| (i * i * 31 + i * 7 + seq) % 1009).collect();
+                    batch.push(SeqId(seq), 0, &tokens, if all { Rows::All } else { rows }, 512);
+                }
+                engine.pass(&batch).unwrap();
+                engine.slot(Slot::Logits).unwrap().chunks_exact(1009).map(<[f32]>::to_vec).collect::<Vec<_>>()
+            };
+            let (some, all) = (logits(false), logits(true));
+            assert_eq!((some.len(), all.len()), (2, 2 * len + 5));
+            for (found, at) in some.iter().zip([len - 1, 2 * len + 3]) {
+                let error = distance(found, &all[at]);
+                println!("{kernels:?}: {len}: {error:.1e}");
+                assert!(error < 3e-4, "{kernels:?}: token {at} is {error:.1e} off");
             }
         }
     }

@@ -439,20 +439,32 @@ impl Engine {
         self.products(source, &[output], view.num_tok)
     }
 
-    /// Final norm and logits of the rows asked for. The rows are gathered over the residual's own normed slot.
+    /// Moves the rows of the residual that get logits to its beginning; what looks at no other rows needs no more than this view of it.
+    pub(super) fn only_wanted(&self, view: &View) -> Result<View, EngineError> {
+        let picked = self.picked(view)?;
+        let (rows, d) = (launch::tokens(view.num_rows), self.spec.width as i32);
+        self.plain.plain_pick(rows, self.at(Slot::Residual), picked, d, 0, d)?;
+        Ok(View { num_tok: view.num_rows, pick: 0, ..*view })
+    }
+
+    /// Where the rows of the residual that get logits are next to each other.
+    fn picked(&self, view: &View) -> Result<u64, EngineError> {
+        let (residual, picked) = (self.at(Slot::Residual), self.at(Slot::Block));
+        if view.num_rows == view.num_tok {
+            return Ok(residual);
+        }
+        let (rows, d) = (launch::tokens(view.num_rows), self.spec.width as i32);
+        self.plain.plain_pick(rows, picked, residual, d, view.pick, d)?;
+        Ok(picked)
+    }
+
+    /// Final norm and logits of the rows asked for.
     fn head(&mut self, lead: &Lead, w: Matrix, bias: Matrix, scale: f32, view: &View) -> Result<(), EngineError> {
         if view.num_rows == 0 {
             return Ok(());
         }
         let output = Output { w, bias, at: self.at(Slot::Logits), stride: w.rows, add: 0, scale };
-        if view.num_rows == view.num_tok {
-            return self.products(self.normed(lead), &[output], view.num_tok);
-        }
-        self.step(&lead_step(lead), view)?;
-        let (d, rows) = (self.spec.width as i32, launch::tokens(view.num_rows));
-        let (picked, normed) = (self.at(Slot::Block), self.at(Slot::Normed));
-        self.plain.plain_pick(rows, picked, normed, d, view.pick, d)?;
-        self.products(Source::Floats(picked, d), &[output], view.num_rows)
+        self.products(Source::Normed(lead, self.picked(view)?), &[output], view.num_rows)
     }
 }
 

@@ -173,6 +173,12 @@ pub fn fuse(plan: &Plan) -> Vec<Group> {
     groups
 }
 
+/// First of the groups in which no token looks at another.
+pub fn rows_apart(plan: &Plan, groups: &[Group]) -> usize {
+    let attends = |s: &Step| matches!(s, Step::Attend { .. } | Step::AttendLatent { .. });
+    groups.iter().rposition(|g| plan.steps[g.steps.clone()].iter().any(attends)).map_or(0, |last| last + 1)
+}
+
 fn lead(step: &Step) -> Option<Lead> {
     match step {
         Step::Norm { dst: Slot::Normed, src: Slot::Residual, w, b, norm, width, runs: 1 } => {
@@ -381,6 +387,7 @@ mod tests {
                 }
             }
             assert_eq!(at, plan.steps.len());
+            assert_eq!(rows_apart(&plan, &groups), groups.len() - 2, "the last layer's second half and the head, {family}");
             assert_eq!(groups.iter().filter(|g| g.block.is_some()).count(), 2 * spec.layers.len() + 1, "{family}");
             let count = |of: fn(&Block) -> bool| groups.iter().filter(|g| g.block.as_ref().is_some_and(of)).count();
             let decodes = count(|b| matches!(b, Block::Attention { decode: Some(_), latent: None, .. }));

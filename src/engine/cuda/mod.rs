@@ -286,14 +286,20 @@ impl Engine {
         self.slot(Slot::Logits)
     }
 
-    /// Runs the whole plan unobserved the fastest way there is; the logits stay on the device until they are asked for.
+    /// Runs the whole plan unobserved the fastest way there is; the logits stay on the device until they are asked for. Behind the last
+    /// attention only tokens that get logits go on, and buffers hold theirs first.
     pub fn pass(&mut self, batch: &Batch) -> Result<(), EngineError> {
         if self.is_decode(batch) {
             return self.decode_pass(batch);
         }
         self.begin(batch)?;
-        let view = self.view();
-        (0..self.groups.len()).try_for_each(|i| self.group(i, &view).map(drop))
+        let (view, apart) = (self.view(), fuse::rows_apart(&self.plan, &self.groups));
+        (0..apart).try_for_each(|i| self.group(i, &view).map(drop))?;
+        if view.num_rows == 0 {
+            return Ok(());
+        }
+        let view = if view.num_rows < view.num_tok { self.only_wanted(&view)? } else { view };
+        (apart..self.groups.len()).try_for_each(|i| self.group(i, &view).map(drop))
     }
 
     /// The runs of steps that one block or the plain kernels take, in order.
