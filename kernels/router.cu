@@ -11,7 +11,7 @@
 // Instances router_logits_t1 and router_logits: a warp an expert, one token or four a block. Launch: grid (ceil(E / 8) or more, ceil(T / tokens)),
 //   256 threads, shared 4 * tokens * D + (ahead ? 16 D : 0). Nothing but the block's own sums is waited for: weights arrive before x does.
 // router_rows for everything, router_rows_t4 for E <= 128 and the plain K highest: a warp a token chooses. Launch: grid ceil(T / tokens), up to
-//   W = 16, t4 32 warps, shared 4 * ((ceil(T K / 32) | 1) E + T K + E) if that is one block, and 4 W E more for the first.
+//   W = 16, t4 32 warps, shared 4 * (ceil4(T K) + E) if that is one block, of a thread an expert at least, and 4 W E more for the first.
 // router_list: launch grid E, 256 threads. An expert a block; it counts what experts before it have, so that blocks need not wait for each other.
 // Up to four tokens of the plain K highest nothing but router_logits runs: the experts' kernels choose for themselves (DirectRoute).
 // Floors: bytes E D * 2 (0.5 MB for E 128, D 2048); latency decides. Source: src/engine/cpu/route.rs.
@@ -55,78 +55,52 @@ DEV void unpack8(float* f, const uint4& v) {
 #pragma unroll
   for (int i = 0; i < 4; i++) f[2 * i] = bf16_lo(word_at(v, i)), f[2 * i + 1] = bf16_hi(word_at(v, i));
 }
-// one block: experts in ascending order, the pairs of each in ascending order; id_sh [T K]; free: mask_sh [E][ceil(T K / 32) | 1], place_sh
-// [E]; row: this thread's table entry
-DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* mask_sh, u32* place_sh, const u64* row) {
-  __shared__ int total_sh[64];
-  const int num_pairs = a.T * a.rule.K, words = div_up(num_pairs, 32), stride = words | 1, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < stride * a.rule.E; i += blockDim.x) mask_sh[i] = 0;
-  __syncthreads();
-#pragma unroll 1
-  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) atomicOr(mask_sh + id_sh[p] * stride + (p >> 5), 1u << (p & 31));
-  __syncthreads();
-#pragma unroll 1
-  for (int e = warp; e < a.rule.E; e += warps) {
-    int count = 0;
-    for (int w = lane; w < words; w += 32) count += __popc(mask_sh[e * stride + w]);
-    count = (int)warp_sum_u32(count);
-    if (lane == 0) place_sh[e] = count;  // then where its pairs and its slot are
-  }
-  __syncthreads();
-  int first_base = 0, slot_base = 0;
-#pragma unroll 1
-  for (int base = 0; base < a.rule.E; base += blockDim.x) {
-    const int e = base + threadIdx.x, count = e < a.rule.E ? place_sh[e] : 0;
-    int sum = count;
+// one block, a thread an expert: experts in ascending order, the pairs of each in ascending order; id_sh [T K], below zero up to a multiple of four;
+// place_sh [E] free; row: this thread's table entry
+DEV void list_experts(const RouterArgs& a, const int* id_sh, u32* place_sh, const u64* row) {
+  __shared__ u32 used_sh[32];
+  const uint4* ids = (const uint4*)id_sh;
+  const int num_pairs = a.T * a.rule.K, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 e = threadIdx.x;
+  int first = 0, count = 0;
+  if (warp * 32 < a.rule.E)
+#pragma unroll 4
+    for (int i = 0; i < div_up(num_pairs, 4); i++)
 #pragma unroll
-    for (int i = 1; i < 32; i <<= 1) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, i);
-      if (lane >= i) sum += other;
-    }
-    const u32 active = __ballot_sync(0xffffffffu, count > 0);
-    __syncthreads();
-    if (lane == 31) total_sh[warp] = sum, total_sh[32 + warp] = __popc(active);
-    __syncthreads();
-    int first = first_base + sum - count, slot = slot_base + __popc(active & ((1u << lane) - 1));
+      for (int j = 0; j < 4; j++) {
+        const u32 id = word_at(ids[i], j);
+        first += id < e, count += id == e;
+      }
+  const u32 used = __ballot_sync(0xffffffffu, count > 0);
+  if (lane == 0) used_sh[warp] = used;
+  __syncthreads();
+  int slot = __popc(used & ((1u << lane) - 1)), total = 0;
 #pragma unroll 1
-    for (int w = 0; w < warps; w++) {
-      if (w < warp) first += total_sh[w], slot += total_sh[32 + w];
-      first_base += total_sh[w], slot_base += total_sh[32 + w];
-    }
-    if (e < a.rule.E) place_sh[e] = count ? (u32)first | (u32)slot << 16 : 0xffffffffu;
-    if (count == 0) continue;
+  for (int w = 0; w * 32 < a.rule.E; w++) {
+    const int other = __popc(used_sh[w]);
+    slot += w < warp ? other : 0, total += other;
+  }
+  if (threadIdx.x == 0) *a.num_slots = a.pending ? -total : total;
+  if (count > 0) {
     ExpertSlot* out = a.slots + slot;
-    u64* pointers = (u64*)out;
 #pragma unroll
-    for (int i = 0; i < 6; i++) pointers[i] = base == 0 ? row[i] : a.table[(size_t)e * 6 + i];
-    out->expert = e, out->first = first, out->count = count, out->arrival = 0;
+    for (int i = 0; i < 6; i += 2) ((ulonglong2*)out)[i / 2] = make_ulonglong2(row[i], row[i + 1]);
+    ((int4*)out)[3] = make_int4((int)e, first, count, 0);
+    place_sh[e] = (u32)first | (u32)slot << 16;
   }
-  if (threadIdx.x == 0) *a.num_slots = a.pending ? -slot_base : slot_base;
   __syncthreads();
 #pragma unroll 1
-  for (int e = warp; e < a.rule.E; e += warps) {
-    const u32 place = place_sh[e];
-    if (place == 0xffffffffu) continue;
-    ExpertSlot* out = a.slots + (place >> 16);
+  for (int p = threadIdx.x; p < num_pairs; p += blockDim.x) {
+    const u32 id = (u32)id_sh[p], place = place_sh[id];
     int n = 0;
-#pragma unroll 1
-    for (int base = 0; base < words; base += 32) {
-      u32 mask = base + lane < words ? mask_sh[e * stride + base + lane] : 0;
-      int sum = __popc(mask);
+#pragma unroll 4
+    for (int i = 0; i < p >> 2; i++)
 #pragma unroll
-      for (int i = 1; i < 32; i <<= 1) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, i);
-        if (lane >= i) sum += other;
-      }
-      int at = n + sum - __popc(mask);
-      n += __shfl_sync(0xffffffffu, sum, 31);
-      for (; mask; mask &= mask - 1, at++) {
-        const int p = (base + lane) * 32 + __ffs(mask) - 1;
-        a.pairs[(place & 0xffffu) + at] = p;
-        if (at < 8) out->pair[at] = (u16)p, out->token[at] = (u16)((u32)p / (u32)a.rule.K);
-      }
-    }
+      for (int j = 0; j < 4; j++) n += word_at(ids[i], j) == id;
+    for (int i = p & ~3; i < p; i++) n += (u32)id_sh[i] == id;
+    a.pairs[(place & 0xffffu) + n] = p;
+    ExpertSlot* out = a.slots + (place >> 16);
+    if (n < 8) out->pair[n] = (u16)p, out->token[n] = (u16)((u32)p / (u32)a.rule.K);
   }
 }
 
@@ -252,25 +226,28 @@ template <int WARPS, int N, bool ANY>
 DEV void route_rows(const RouterArgs& a) {
   extern __shared__ float router_sh[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, E = a.rule.E, K = a.rule.K;
-  float* free_sh = router_sh;                                              // [warps][E] where ANY
-  u32* mask_sh = (u32*)router_sh + (ANY ? (int)(blockDim.x >> 5) * E : 0);  // [E][ceil(T K / 32) | 1] where it lists
-  int* id_sh = (int*)mask_sh + (div_up(a.T * K, 32) | 1) * E;              // [T K]
   const bool lists = gridDim.x == 1;
+  const int padded = div_up(a.T * K, 4) * 4;
+  int* id_sh = (int*)router_sh;                              // [padded], and
+  u32* place_sh = (u32*)id_sh + padded;                      // [E], where it lists
+  float* free_sh = router_sh + (lists ? padded + E : 0);     // [warps][E] where ANY
   u64 table_row[6] = {0, 0, 0, 0, 0, 0};
   if (lists && (int)threadIdx.x < E)
 #pragma unroll
     for (int i = 0; i < 6; i++) table_row[i] = a.table[(size_t)threadIdx.x * 6 + i];
+  if (lists && (int)threadIdx.x < padded - a.T * K) id_sh[a.T * K + threadIdx.x] = -1;
+  const int end = min_int(a.T, (blockIdx.x + 1) * a.tokens), step = a.script ? *a.step : 0;  // as the step before left it
   dependency_wait();
   dependents_launch();
-  const int end = min_int(a.T, (blockIdx.x + 1) * a.tokens), step = a.script ? *a.step : 0;
 #pragma unroll 1
   for (int t = blockIdx.x * a.tokens + warp; t < end; t += WARPS) {
     float v[N], gate;
     int id;
+    const int told = a.script && lane < K ? a.script[((size_t)(step % a.steps) * a.rows + t) * K + lane] : 0;
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = lane + 32 * i < E ? a.logits[(size_t)t * E + lane + 32 * i] : -INFINITY_F;
     choose<N, ANY>(id, gate, a.rule, v, free_sh + warp * E);
-    if (a.script && lane < K) id = a.script[((size_t)(step % a.steps) * a.rows + t) * K + lane];
+    if (a.script) id = told;
     if (lane < K) a.ids[t * K + lane] = id, a.gates[t * K + lane] = gate;
     if (lane < K && lists) id_sh[t * K + lane] = id;
     __syncwarp();
@@ -278,7 +255,7 @@ DEV void route_rows(const RouterArgs& a) {
   if (!lists) return;
   __syncthreads();
   if (a.script && threadIdx.x == 0) *a.step = step + 1;
-  list_experts(a, id_sh, mask_sh, (u32*)id_sh + a.T * K, table_row);
+  list_experts(a, id_sh, place_sh, table_row);
 }
 extern "C" __global__ void __launch_bounds__(512, 1) router_rows(const __grid_constant__ RouterArgs a) { route_rows<16, 16, true>(a); }
 extern "C" __global__ void __launch_bounds__(1024, 1) router_rows_t4(const __grid_constant__ RouterArgs a) { route_rows<32, 4, false>(a); }

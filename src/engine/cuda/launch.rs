@@ -366,9 +366,8 @@ pub struct RowsLaunch {
     pub list: Option<Grid>,
 }
 
-/// The choice of experts where the logits are there; one block, which also lists them, as long as that takes few rounds.
+/// The choice of experts where the logits are there; one block, which also lists them, as long as there are few.
 pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize, limits: Limits) -> Option<RowsLaunch> {
-    const MOST_ROUNDS: usize = 4;
     const SPREAD: usize = 8;
     const MOST_PAIRS: usize = u16::MAX as usize;
     let narrow = plain_top && experts <= DIRECT_EXPERTS;
@@ -378,8 +377,8 @@ pub fn router_rows(experts: usize, top_k: usize, plain_top: bool, num_tok: usize
         Grid::new([blocks, 1, 1], 32 * warps as u32).shared(shared)
     };
     let pairs = num_tok * top_k;
-    let launch = if num_tok <= MOST_ROUNDS * warps {
-        let grid = of(1, warps, (pairs.div_ceil(32) | 1) * experts + pairs + experts);
+    let launch = if num_tok <= DECODE_TOK {
+        let grid = of(1, warps, pairs.next_multiple_of(4) + experts);
         RowsLaunch { name, grid, tokens: num_tok.next_multiple_of(warps), list: None }
     } else {
         let list = Some(Grid::new([experts, 1, 1], 256));
