@@ -112,6 +112,13 @@ DEV void await_expert(const Arrivals& a, int arrival, int& waited) {
   stream_fence();
   __syncwarp();
 }
+// Waits for h, in a kernel that reads it; `through` begins anew before the list is there.
+DEV void await_first_half(const int* num_slots, const Arrivals& a) {
+  if (!a.through) return dependency_wait();
+  list_length(num_slots, a);
+  while (load_acquire(a.through) != a.blocks) {
+  }
+}
 DEV void note_wait(const Arrivals& a, int waited) {
   if ((threadIdx.x & 31) == 0 && waited > 0) atomicMax(a.waited, waited);
 }
@@ -303,6 +310,10 @@ DEV void stream_experts(const ExpertsArgs& a) {
     stage += teams;
     if (stage >= stages) stage -= stages, parity ^= 1;
   }
+  if (GATED && a.arrivals.through) {
+    team_barrier(1 + teams, TEAM * teams * 32);
+    if (threadIdx.x == 0) add_release(a.arrivals.through, 1);
+  }
 }
 
 template <int BITS, int G>
@@ -358,7 +369,7 @@ DEV void down_rows(const DownArgs& a) {
       for (int slot = 0; slot < num_slots; slot++) {
         const Tile& expert = tile_sh[slot];
         if (expert.arrival && !(awaited >> slot & 1)) {
-          if (!awaited) dependency_wait();  // what arrives later than h holds this kernel up
+          if (!awaited) await_first_half(a.num_slots, a.arrivals);  // what arrives later than h holds this kernel up
           await_expert(a.arrivals, expert.arrival, waited);
           awaited |= 1u << slot;
         }
@@ -384,9 +395,10 @@ DEV void down_rows(const DownArgs& a) {
     return;
   }
 
-  dependency_wait();
-  dependents_launch();
   const int row_chunks = groups * 16, work = num_pairs * row_chunks, THREADS = 32 * WARPS, AHEAD = 3;
+  if (threadIdx.x == 0 || !a.arrivals.through) await_first_half(a.num_slots, a.arrivals);
+  if (a.arrivals.through) team_barrier(1, THREADS);
+  dependents_launch();
 #pragma unroll 1
   for (int base = 0; base < work; base += AHEAD * THREADS) {
     float f[AHEAD][8];

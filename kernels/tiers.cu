@@ -74,6 +74,7 @@ struct FetchArgs {
   int* launches;           // so far; their parity says which of the next two is whose
   int* arrived;            // [2][2][MOST]: pieces of experts on their way, for the first and the second half; and as much of those ahead
   int* waited;             // [2]: longest waits of the products before, nanoseconds; null: they do not run beside this kernel
+  int* through;            // as in Arrivals; or null
   AheadSet* sets;          // [2]
   u64* stats;              // [9]
   TierSlots here;
@@ -454,7 +455,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
       a.ready[to].arrival = moves_in ? 1 + turn * 2 * MOST + rank : flies ? 1 + (2 + (a.set ^ 1)) * 2 * MOST + mine : 0;
     }
     __syncthreads();
-    if (threadIdx.x == 0) store_release(a.num_slots, chosen | UNSETTLED);
+    if (threadIdx.x == 0) {
+      if (a.through) *a.through = 0;
+      store_release(a.num_slots, chosen | UNSETTLED);
+    }
   }
 
   if (threadIdx.x == 0) {
@@ -481,15 +485,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) tiers_fetch(const __gri
   }
   if (threadIdx.x != 0) return;
   if (a.list) store_release(a.num_slots, chosen);
+  const int ahead = a.next.E ? a.sets[a.set].count : 0;
+  a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves;
+  a.stats[BYTES] += (u64)missing * here.run_bytes + (u64)ahead * a.next.run_bytes;
+  a.stats[LAUNCHES] += 1, a.stats[AHEAD] += ahead, a.stats[USED] += used;
 #pragma unroll 1
   for (int i = 0; i < 2 * moves; i++)
     while (load_acquire(arrived + (i < moves ? i : MOST + i - moves)) != part_pieces(here, i >= moves)) {
     }
   const u64 busy = global_time() - began;
-  const int ahead = a.next.E ? a.sets[a.set].count : 0;
-  a.stats[CHOSEN] += chosen, a.stats[FETCHED] += moves, a.stats[DIRECT] += missing - moves;
-  a.stats[BYTES] += (u64)missing * here.run_bytes + (u64)ahead * a.next.run_bytes;
-  a.stats[STALL_NS] += a.waited ? waits[0] + waits[1] : busy, a.stats[LAUNCHES] += 1, a.stats[AHEAD] += ahead, a.stats[USED] += used;
+  a.stats[STALL_NS] += a.waited ? waits[0] + waits[1] : busy;
   atomicAdd(a.stats + BUSY_NS, busy);
 }
 

@@ -43,8 +43,9 @@ struct Arrivals {
   const int* pieces;  // [4 sets][2 halves][MOST_MOVES] that are there, from the half on that is read; or null: every list and expert is
                       // there when the kernel before is done
   int* waited;        // [2], from the half on: longest wait of a block in which it had nothing else to do, nanoseconds
+  int* through;       // blocks of the first half that have written h; or null: the second reads what a kernel between them makes of it
   int needed;         // pieces of an expert
-  int pad;
+  int blocks;         // of the first half
 };
 
 // The same without a list: every block chooses from the logits. T <= 4, T K <= 32, E <= 128, the plain K highest.

@@ -123,7 +123,8 @@ impl Engine {
         let (Some(first), Some(second)) = (first, second) else { return Ok(()) };
         let beside =
             fetches.is_some() && self.fast.overlaps() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");
-        let arrivals = |half| fetches.filter(|_| beside).map_or(Arrivals::ZERO, |t| t.arrivals(layer, half));
+        let blocks = whole.map(|_| first.grid.blocks[0]);
+        let arrivals = |half| fetches.filter(|_| beside).map_or(Arrivals::ZERO, |t| t.arrivals(layer, half, blocks));
 
         let gates = self.work.gates.at(start * top_k * 4);
         let (h, planes) = (self.work.inner.at(0), &self.work.expert_planes);

@@ -84,8 +84,9 @@ structs! {
     pub(super) Arrivals in "common/routing.cuh" {
         pieces: u64,
         waited: u64,
+        through: u64,
         needed: i32,
-        pad: i32,
+        blocks: i32,
     }
     /// The choice without a list.
     pub(super) DirectRoute in "common/routing.cuh" {
@@ -268,6 +269,7 @@ structs! {
         launches: u64,
         arrived: u64,
         waited: u64,
+        through: u64,
         sets: u64,
         stats: u64,
         here: TierSlots,

@@ -39,11 +39,12 @@ const ALLOCATION_BYTES: usize = 2 << 20;
 const HALF_RING_BYTES: usize = 128 << 20;
 /// Counters of the kernel.
 const NUM_STATS: usize = 9;
-/// Its cells: blocks that have read the state, launches so far, waits of the products, counters, what was brought ahead, pieces that
-/// are there.
+/// Its cells: blocks that have read the state, launches so far, waits of the products, blocks of the first half that are through, counters,
+/// what was brought ahead, pieces that are there.
 const LAUNCHES_AT: usize = 4;
 const WAITED_AT: usize = 8;
-const STATS_AT: usize = WAITED_AT + 2 * 4;
+const THROUGH_AT: usize = WAITED_AT + 2 * 4;
+const STATS_AT: usize = THROUGH_AT + 8;
 const AHEAD_AT: usize = STATS_AT + 8 * NUM_STATS;
 const ARRIVED_AT: usize = AHEAD_AT + 2 * AHEAD_BYTES;
 const CELL_BYTES: usize = ARRIVED_AT + 2 * 4 * 4 * MOST_EXPERTS;
@@ -294,8 +295,8 @@ impl Tiers {
         self.list.at(0)
     }
 
-    /// What products need that run beside it.
-    pub(super) fn arrivals(&self, layer: u32, half: Half) -> Arrivals {
+    /// What products need that run beside it; `blocks`: of the first half, if the second reads what they write itself.
+    pub(super) fn arrivals(&self, layer: u32, half: Half, blocks: Option<u32>) -> Arrivals {
         let Some(ExpertRuns { run_bytes, late, .. }) = self.layers.get(&layer).map(|s| s.runs) else { return Arrivals::ZERO };
         let (at, bytes) = match half {
             Half::First => (0, run_bytes - (late.1 - late.0)),
@@ -304,8 +305,9 @@ impl Tiers {
         Arrivals {
             pieces: self.cells.at(ARRIVED_AT + at * 4 * MOST_EXPERTS),
             waited: self.cells.at(WAITED_AT + at * 4),
+            through: blocks.map_or(0, |_| self.cells.at(THROUGH_AT)),
             needed: launch::fetch_pieces(bytes) as i32,
-            pad: 0,
+            blocks: blocks.unwrap_or(0) as i32,
         }
     }
 
@@ -352,6 +354,7 @@ impl Tiers {
             launches: self.cells.at(LAUNCHES_AT),
             arrived: self.cells.at(ARRIVED_AT),
             waited: if beside { self.cells.at(WAITED_AT) } else { 0 },
+            through: if beside { self.cells.at(THROUGH_AT) } else { 0 },
             sets: self.cells.at(AHEAD_AT),
             set: self.set(layer) as i32,
             before: before as i32,
