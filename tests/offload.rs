@@ -428,6 +428,8 @@ fn many_experts_are_the_same_with_any_slots() {
         same_with_any_slots(&|o| random(&spec, o), &[1, 8, 32, 63, 64], Kernels::Fast);
         let spec = many(512, 10);
         same_with_any_slots(&|o| random(&spec, o), &[10, 160], Kernels::Fast);
+        let spec = many(4, 4); // every token chooses all, a prompt of one as well
+        same_with_any_slots(&|o| random(&spec, o), &[1, 3], Kernels::Fast);
     }
 }
 

@@ -107,7 +107,7 @@ impl Engine {
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
         let tiers = self.store.tiers().filter(|t| t.lacks(layer));
-        let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode));
+        let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode || num_tok == 1));
         let waves = waves.transpose()?.flatten();
         let fetches = tiers.filter(|_| waves.is_none());
         let behind = behind.filter(|_| fetches.is_some() && self.fast.overlaps());

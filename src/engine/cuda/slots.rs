@@ -384,10 +384,10 @@ impl Tiers {
     }
 
     /// Ranges of a layer's experts that together are all of them, each with no more missing ones than half a ring holds; `None` if
-    /// `num_pairs` choices of a prompt are too few to need most of them, and not too many to be brought into host memory.
-    pub(super) fn waves(&self, layer: u32, num_pairs: usize, decode: bool) -> Result<Option<Vec<Range<usize>>>, CudaError> {
+    /// `num_pairs` choices are not too many to be brought into host memory, and of `few` tokens or too few to need most experts.
+    pub(super) fn waves(&self, layer: u32, num_pairs: usize, few: bool) -> Result<Option<Vec<Range<usize>>>, CudaError> {
         let Some(state) = self.layers.get(&layer).filter(|s| s.num_slots < s.runs.num) else { return Ok(None) };
-        if num_pairs <= self.most_pairs(layer) && (decode || num_pairs < state.runs.num) {
+        if num_pairs <= self.most_pairs(layer) && (few || num_pairs < state.runs.num) {
             return Ok(None);
         }
         self.know()?;

@@ -162,7 +162,7 @@ pub struct DownLaunch {
     pub warps: usize,
 }
 
-/// The second half of the experts for one token.
+/// The second half of the experts where one kernel also sums.
 pub fn down(shape: &ExpertShape, num_tok: usize, direct: bool, limits: Limits) -> Option<DownLaunch> {
     const WARPS: usize = 8;
     const MOST_SLICE: usize = 2048;
@@ -217,7 +217,7 @@ mod tests {
                             assert!(l.stages % l.teams == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                         }
                     }
-                    if let Some(l) = down(&shape, 1, false, limits) {
+                    for l in (1..=SUMMED_TOK).filter_map(|t| down(&shape, t, false, limits)) {
                         let teams = (l.grid.threads as usize / 32 - 1) / l.warps;
                         assert!(l.stages % teams == 0 && (1..=MOST_STAGES).contains(&l.stages), "{l:?}");
                     }
