@@ -389,7 +389,7 @@ DEV void down_rows(const DownArgs& a) {
       }
     }
     note_wait(a.arrivals, waited);
-    dependency_wait();
+    dependency_wait();  // by one warp at least: who waits for this kernel waits for those before it
     dependents_launch();
     await_all_left(filled, stages, SHARING);
     return;

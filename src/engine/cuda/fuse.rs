@@ -173,7 +173,7 @@ pub fn fuse(plan: &Plan) -> Vec<Group> {
     groups
 }
 
-/// First of the groups in which no token looks at another.
+/// First of the groups behind the last attention, in which no token looks at another.
 pub fn rows_apart(plan: &Plan, groups: &[Group]) -> usize {
     let attends = |s: &Step| matches!(s, Step::Attend { .. } | Step::AttendLatent { .. });
     groups.iter().rposition(|g| plan.steps[g.steps.clone()].iter().any(attends)).map_or(0, |last| last + 1)
