@@ -38,6 +38,11 @@ fn one_layer(mut sizes: serde_json::Value) -> ModelSpec {
     family::read(&config).unwrap().1
 }
 
+/// Tokens that differ from their neighbours; `shift` tells texts apart.
+fn text(num_tok: usize, vocab: usize, shift: usize) -> Vec<u32> {
+    (0..num_tok).map(|i| ((i * i * 31 + i * 7 + shift) % vocab) as u32).collect()
+}
+
 fn pass(seqs: std::ops::Range<u32>, len: usize) -> Batch {
     let mut batch = Batch::default();
     seqs.for_each(|s| batch.push(SeqId(s), 0, &vec![1; len], Rows::Last, len));
@@ -124,7 +129,7 @@ fn contexts_of_any_length_are_attended_to() {
     }));
     let mut engine = cuda::Engine::random(&spec, &|_, _| Format::Source, 3, Options::default(), &mut |_| ()).unwrap();
     for len in [1, 15, 16, 17, 127, 129, 1023, 1024, 1025, 1151, 1153, 4095, 4097, 6007] {
-        let tokens: Vec<u32> = (0..len as u32 + 1).map(|i| (i * i * 31 + i * 7) % 1009).collect();
+        let tokens = text(len + 1, 1009, 0);
         let mut ask = |ends: &[usize]| {
             engine.release(SeqId(0));
             for part in [&[0], ends].concat().windows(2) {
@@ -166,8 +171,7 @@ fn runs_of_any_length_are_products() {
             let mut engine = cuda::Engine::random(&spec, &|_, _| format, 5, options, &mut |_| ()).unwrap();
             let mut of = |len: u32| {
                 let mut batch = Batch::default();
-                let tokens: Vec<u32> = (0..len).map(|i| (i * i * 31 + i * 7) % VOCAB as u32).collect();
-                batch.push(SeqId(len), 0, &tokens, Rows::All, len as usize);
+                batch.push(SeqId(len), 0, &text(len as usize, VOCAB, 0), Rows::All, len as usize);
                 engine.pass(&batch).unwrap();
                 [Slot::Residual, Slot::Logits].map(|slot| engine.slot(slot).unwrap().to_vec())
             };
@@ -211,7 +215,7 @@ fn tokens_without_logits_change_nothing() {
                 let mut batch = Batch::default();
                 for (seq, (len, rows)) in (0..).zip(parts) {
                     engine.release(SeqId(seq));
-                    let tokens: Vec<u32> = (0..len as u32).map(|i| (i * i * 31 + i * 7 + seq) % 1009).collect();
+                    let tokens = text(len, 1009, seq as usize);
                     batch.push(SeqId(seq), 0, &tokens, if all { Rows::All } else { rows }, 512);
                 }
                 engine.pass(&batch).unwrap();

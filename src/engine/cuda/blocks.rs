@@ -2,6 +2,7 @@
 
 use super::Engine;
 use super::batch::View;
+use super::device::CudaError;
 use super::fast::*;
 use super::fuse::{Block, DecodePart, LatentPart, Lead, Product};
 use super::launch::{self, Limits, Width};
@@ -441,9 +442,10 @@ impl Engine {
 
     /// Moves the rows of the residual that get logits to its beginning; what looks at no other rows needs no more than this view of it.
     pub(super) fn only_wanted(&self, view: &View) -> Result<View, EngineError> {
-        let picked = self.picked(view)?;
-        let (rows, d) = (launch::tokens(view.num_rows), self.spec.width as i32);
-        self.plain.plain_pick(rows, self.at(Slot::Residual), picked, d, 0, d)?;
+        let (residual, picked) = (self.at(Slot::Residual), self.picked(view)?);
+        if picked != residual {
+            self.gather(residual, picked, 0, view.num_rows)?;
+        }
         Ok(View { num_tok: view.num_rows, pick: 0, ..*view })
     }
 
@@ -453,9 +455,14 @@ impl Engine {
         if view.num_rows == view.num_tok {
             return Ok(residual);
         }
-        let (rows, d) = (launch::tokens(view.num_rows), self.spec.width as i32);
-        self.plain.plain_pick(rows, picked, residual, d, view.pick, d)?;
+        self.gather(picked, residual, view.pick, view.num_rows)?;
         Ok(picked)
+    }
+
+    /// Copies so many rows as wide as the residual, those that `pick` names, or the first.
+    fn gather(&self, to: u64, from: u64, pick: u64, num_rows: usize) -> Result<(), CudaError> {
+        let d = self.spec.width as i32;
+        self.plain.plain_pick(launch::tokens(num_rows), to, from, d, pick, d)
     }
 
     /// Final norm and logits of the rows asked for.

@@ -107,6 +107,7 @@ impl Engine {
         let (limits, width, top_k) = (self.limits(), self.spec.width, router.top_k);
         let x = self.at(Slot::Residual) + (start * width * 4) as u64;
         let tiers = self.store.tiers().filter(|t| t.lacks(layer));
+        // One token's sums have an order of their own, in a prompt as in a step.
         let waves = tiers.map(|t| t.waves(layer, num_tok * top_k, decode || num_tok == 1));
         let waves = waves.transpose()?.flatten();
         let fetches = tiers.filter(|_| waves.is_none());
@@ -119,7 +120,8 @@ impl Engine {
         let chooses = direct.logits != 0;
         let first = launch::gate_up(&shape, num_tok, chooses, limits);
         let second = launch::down_pairs(&shape, num_tok, chooses, limits);
-        let whole = launch::down(&shape, num_tok, chooses, limits);
+        // Takes the whole list at once, of which waves are parts.
+        let whole = launch::down(&shape, num_tok, chooses, limits).filter(|_| waves.is_none());
         let (Some(first), Some(second)) = (first, second) else { return Ok(()) };
         let beside =
             fetches.is_some() && self.fast.overlaps() && first.variant == "s4" && (whole.is_some() || second.variant == "s4");

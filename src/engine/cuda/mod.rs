@@ -298,7 +298,7 @@ impl Engine {
         if view.num_rows == 0 {
             return Ok(());
         }
-        let view = if view.num_rows < view.num_tok { self.only_wanted(&view)? } else { view };
+        let view = self.only_wanted(&view)?;
         (apart..self.groups.len()).try_for_each(|i| self.group(i, &view).map(drop))
     }
 
